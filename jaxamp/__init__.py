@@ -1,0 +1,31 @@
+"""Automatic mixed precision for JAX."""
+
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
+
+from ._amp import amp as amp
+from ._amp import amp_stop as amp_stop
+from ._amp import unmatched_keys as unmatched_keys
+from ._higher_order import Body as Body
+from ._higher_order import Entry as Entry
+from ._higher_order import register_higher_order as register_higher_order
+from ._policy import Policy as Policy
+from ._policy import load_policy as load_policy
+from ._policy import presets as presets
+from ._rules import use_compute_precision as use_compute_precision
+from ._rules import use_inferred_precision as use_inferred_precision
+from ._rules import use_original_precision as use_original_precision
+from ._rules import use_precision as use_precision
+from ._rules import use_widest_precision as use_widest_precision
+
+__version__ = _version("jaxamp")
+
+if TYPE_CHECKING:
+    default_amp_policy: Policy
+
+
+def __getattr__(name: str) -> Policy:
+    """`default_amp_policy` is read from its table when it is first asked for."""
+    if name == "default_amp_policy":
+        return load_policy("default")
+    raise AttributeError(f"module 'jaxamp' has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""Every private or moved JAX name, and nothing else.
+
+Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim says for which version it is there.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax.extend import source_info_util
+
+Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
+Literal = jec.Literal
+Primitive = jec.Primitive
+Var = jec.Var
+
+current_name_stack = source_info_util.current_name_stack
+user_context = source_info_util.user_context
+
+# `inline=True` stopped inlining while tracing in 0.11.2, where the enum appeared.
+EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+# The class of a user's `jax.named_scope` in a name stack; `jvp(...)` and the like are of another class. Not exported.
+_Scope = type(source_info_util.new_name_stack("scope").stack[0])
+# `jax.checkpoint` adds these as if a user had opened them.
+_OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
+
+# Primitives that some supported JAX has and another has not: a policy table may name them on either.
+NOT_EVERYWHERE = frozenset(
+    "log2 one_minus_square pbroadcast_dynamic polynomial reduced_vary_cast reduced_vary_cast_p relayout "
+    "unreduced_pmax unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p".split()
+)
+
+
+def scopes(name_stack: Any) -> tuple[str, ...]:
+    """The user's named scopes in a name stack, outermost first, without what transforms add."""
+    return tuple(
+        entry.name
+        for entry in name_stack.stack
+        if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES
+    )
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with `eqns`, `invars`, `outvars`, from a closed, an open or (0.11+) a merged one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """The constants that a jaxpr carries; none for an open one."""
+    return getattr(jaxpr, "consts", ())
+
+
+def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[Any]]:
+    """An open jaxpr that takes the constants of `closed` as leading arguments, and these constants."""
+    consts = list(closed.consts)
+    if not consts:
+        return open_jaxpr(closed), consts
+    from jax._src.interpreters import partial_eval
+
+    return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's leading operands are constants, and how many after them are carries."""
+    if "ft_in" in params:  # 0.11 and newer
+        consts, carry, *_ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+@functools.cache
+def primitives() -> dict[str, Primitive]:
+    """All primitives of JAX by name. `jax.extend.core.primitives` lacks a third of them (0.10 to 0.12)."""
+    return {
+        value.name: value
+        for name, module in list(sys.modules.items())
+        if name.startswith("jax._src") and module is not None
+        for value in vars(module).values()
+        if isinstance(value, Primitive)
+    }
+
+
+def under_jit() -> bool:
+    """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
+    return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()

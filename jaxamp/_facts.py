@@ -1,0 +1,53 @@
+"""What is true of a primitive under every policy: the only place that lists primitives outside `policies/`.
+
+A policy says how precise an operation should be. A fact says what an operation does to its operands, so that the
+planner need not know any primitive by name.
+"""
+
+# The dtype is part of the meaning (bits, random draws, decompositions that exist in float32 only), or a jaxpr traced in
+# the old dtype hangs on the equation (combining scatters, general reductions). No rule of ours recasts these.
+FIXED = frozenset(
+    """
+    bitcast_convert_type reduce_precision nextafter iota empty empty2 to_edtype from_edtype
+    rng_uniform rng_bit_generator random_bits random_gamma random_seed random_split random_fold_in random_wrap
+    random_unwrap random_clone
+    cholesky cholesky_update eig eigh hessenberg householder_product lu qr geqrf geqp3 ormqr schur svd tridiagonal
+    tridiagonal_solve triangular_solve symmetric_product fft complex
+    scatter-add scatter-sub scatter-mul scatter-min scatter-max reduce reduce_window select_and_scatter
+    select_and_scatter_add select_and_gather_add
+    scaled_dot scaled_matmul scaled_matmul_wrapper
+    """.split()
+)
+
+# The result holds values of the operands and nothing else: there is no rounding to be spared by running it wide.
+MOVES = frozenset(
+    """
+    abs all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k argmax argmin broadcast_in_dim
+    broadcast_to clamp concatenate copy cummax cummin device_put dynamic_slice dynamic_update_slice gather
+    layout_constraint max min name neg optimization_barrier pad pbroadcast pbroadcast_dynamic pmax pmin ppermute
+    preduced pvary ragged_all_to_all reduce_max reduce_min reduce_window_max reduce_window_min reduced_vary_cast
+    reduced_vary_cast_p relayout reshape reshard rev scatter select_n sharding_constraint sign slice sort
+    split squeeze stack stage stop_gradient tie tile top_k transpose unreduced_pmax unreduced_pmin unstack
+    vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
+    """.split()
+)
+
+# What goes in as a position, or as a number beyond the compute dtype's range, comes out as one. Everything else
+# (sin, cos, exp, ...) ends it.
+CARRIES = MOVES | frozenset(
+    """
+    add add_any ceil convert_element_type conv_general_dilated cumsum div dot_general floor integer_pow mul psum
+    psum_invariant ragged_dot_general reduce_sum reduce_window_sum rem round scatter-add scatter-sub square sub
+    """.split()
+)
+
+# Floats that count places: not to be rounded, not even by a matmul.
+POSITIONS = frozenset({"iota"})
+
+# Result i comes from operand i alone; the dtypes of the others don't matter to it.
+ONE_TO_ONE = frozenset(
+    "optimization_barrier sort psum psum_invariant pmax pmin device_put all_gather reduce_scatter".split()
+)
+
+# The first operand is a buffer that the others write into: it keeps its dtype and they follow.
+INTO_BUFFER = frozenset({"dynamic_update_slice", "scatter"})

@@ -1,0 +1,287 @@
+"""Primitives that carry jaxprs: where their bodies are, and how each is bound again with the bodies rewritten.
+
+`describe(eqn)` tells the planner which operand goes into which variable of which body and which result comes out of it.
+`run(rewriter, eqn, step, operands)` binds the equation anew. Most primitives need no function of their own: `_rebind`
+replaces the jaxprs among the parameters and keeps every other parameter, whatever JAX adds to them.
+
+A rule is given the rewriter, so that this module need not know the interpreter.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import tree_util as jtu
+from jax.custom_derivatives import SymbolicZero
+
+from ._compat import Jaxpr, Primitive, primitives, scan_counts, without_consts
+from ._rules import cast
+from ._standing import EXACT, LOW, Value, float_dtype
+
+
+class Body(NamedTuple):
+    """A jaxpr in an equation's parameters: `params[param]`, or its item `index`."""
+
+    jaxpr: Jaxpr
+    operands: Sequence[int]  # the operand of the equation behind each of its invars
+    results: Sequence[int]  # the result of the equation behind each of its outvars; empty: none
+    param: str = "jaxpr"
+    index: int | None = None
+
+
+class Entry(NamedTuple):
+    """The inside of a higher-order equation."""
+
+    bodies: tuple[Body, ...]
+    carries: tuple[tuple[int, int], ...] = ()  # (operand, result) pairs that a loop passes on
+    lazy: bool = False  # a user's rules hang on it, which run only when it is differentiated
+
+
+class Rewriter(Protocol):
+    """What a higher-order rule may ask of the interpreter."""
+
+    def evaluate(self, plan: Any, operands: Sequence[Any]) -> list[Any]:
+        """Run a planned jaxpr on operands in the planned dtypes."""
+
+    def trace(self, plan: Any, outs: Sequence[Value]) -> Jaxpr:
+        """The closed jaxpr of a planned one, with results in the dtypes of `outs`."""
+
+    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Any:
+        """Plan a jaxpr that came up while running."""
+
+
+Describe = Callable[[Any], Entry]
+Run = Callable[[Rewriter, Any, Any, list[Any]], Sequence[Any]]
+
+
+def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Bind an equation's primitive to other operands and parameters."""
+    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+# -- describing
+
+
+def _one_to_one(eqn: Any, param: str) -> Body:
+    return Body(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)), param)
+
+
+def _call(param: str, lazy: bool = False) -> Describe:
+    return lambda eqn: Entry((_one_to_one(eqn, param),), lazy=lazy)
+
+
+def _describe_cond(eqn: Any) -> Entry:
+    operands, results = range(1, len(eqn.invars)), range(len(eqn.outvars))
+    return Entry(
+        tuple(Body(branch, operands, results, "branches", i) for i, branch in enumerate(eqn.params["branches"]))
+    )
+
+
+def _describe_scan(eqn: Any) -> Entry:
+    consts, carry = scan_counts(eqn.params)
+    return Entry((_one_to_one(eqn, "jaxpr"),), tuple((consts + i, i) for i in range(carry)))
+
+
+def _describe_while(eqn: Any) -> Entry:
+    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = cond_consts + body_consts
+    carry = range(first, len(eqn.invars))
+    return Entry(
+        (
+            Body(eqn.params["cond_jaxpr"], (*range(cond_consts), *carry), (), "cond_jaxpr"),
+            Body(eqn.params["body_jaxpr"], (*range(cond_consts, first), *carry), range(len(carry)), "body_jaxpr"),
+        ),
+        tuple((operand, operand - first) for operand in carry),
+    )
+
+
+# -- running
+
+
+def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    params: dict[str, Any] = {}
+    for body, plan in zip(step.entry.bodies, step.bodies, strict=True):
+        jaxpr = rewriter.trace(plan, [step.outs[r] for r in body.results] or plan.outs)
+        if body.index is None:
+            params[body.param] = jaxpr
+        else:
+            items = params.get(body.param, eqn.params[body.param])
+            params[body.param] = tuple(jaxpr if i == body.index else item for i, item in enumerate(items))
+    return bind(eqn, operands, **params)
+
+
+def _run_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """Not `jax.checkpoint`, which would forget that an equation has been differentiated, and with it the barrier."""
+    jaxpr, consts = without_consts(rewriter.trace(step.bodies[0], step.outs))
+    changed: dict[str, Any] = {"jaxpr": jaxpr}
+    if consts and isinstance(eqn.params["prevent_cse"], tuple):
+        changed["prevent_cse"] = (False,) * len(consts) + eqn.params["prevent_cse"]
+    return bind(eqn, [*consts, *operands], **changed)
+
+
+def _run_inline(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    return rewriter.evaluate(step.bodies[0], operands)
+
+
+def _run_shard_map(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    params = eqn.params
+    run = jax.shard_map(
+        lambda *xs: tuple(rewriter.evaluate(step.bodies[0], xs)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )
+    return list(run(*operands))
+
+
+def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """The user's rule is kept: it is the jvp of the equation as written, traced and rewritten like the body."""
+    plan = step.bodies[0]
+    fun = jax.custom_jvp(lambda *xs: rewriter.evaluate(plan, xs))
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def tangents_out(xs: Sequence[Any], ts: Sequence[Any]) -> Sequence[Any]:
+            def along(*moved: Any) -> list[Any]:
+                return bind(eqn, [*map(dict(zip(moving, moved, strict=True)).get, range(len(xs)), xs)])
+
+            return jax.jvp(along, [xs[i] for i in moving], ts)[1]
+
+        avals = [v.aval for v in eqn.invars]
+        tangent_avals = [avals[i].to_tangent_aval() for i in moving]
+        traced = jax.make_jaxpr(tangents_out)(avals, tangent_avals)
+        inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in moving)], plan.path)
+        out = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in moving)])
+        primals_out = fun(*primals)
+        return primals_out, [cast(t, float_dtype(jax.typeof(p))) for t, p in zip(out, primals_out, strict=True)]
+
+    fun.defjvp(jvp, symbolic_zeros=True)
+    return fun(*operands)
+
+
+def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """The user's rules are kept: they are the vjp of the equation as written, traced and rewritten in both directions."""
+    plan, closed_over, results = step.bodies[0], eqn.params["num_consts"], len(eqn.outvars)
+    fun = jax.custom_vjp(lambda *xs: rewriter.evaluate(plan, xs))
+
+    def forward(*primals: Any) -> tuple[list[Any], Any]:
+        moving = tuple(i for i, p in enumerate(primals) if p.perturbed and i >= closed_over)
+        if any(p.perturbed for p in primals[:closed_over]):
+            raise jax.errors.UnexpectedTracerError(
+                "a value that a jax.custom_vjp function closes over is differentiated; expected an argument. "
+                "Pass it as an argument of that function."
+            )
+
+        def pullback(*xs: Any) -> Any:
+            def along(*moved: Any) -> list[Any]:
+                return bind(eqn, [*map(dict(zip(moving, moved, strict=True)).get, range(len(xs)), xs)])
+
+            return jax.vjp(along, *(xs[i] for i in moving))
+
+        traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
+        inside = rewriter.plan(traced, plan.ins, plan.path)
+        out = rewriter.evaluate(inside, [p.value for p in primals])
+        saved = _Saved(moving, jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:])
+        return [cast(x, o.dtype) for x, o in zip(out[:results], plan.outs, strict=True)], jtu.Partial(saved, *out[results:])
+
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        saved: _Saved = residuals.func
+        cotangents = [_instantiate(c, o.dtype) for c, o in zip(cotangents, plan.outs, strict=True)]
+        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
+        traced = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(saved.tree, leaves)(cts))(saved.avals, avals)
+        incoming = [Value(LOW if o.standing is LOW else EXACT, o.dtype) for o in plan.outs]
+        inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
+        out = dict(zip(saved.moving, rewriter.evaluate(inside, [*residuals.args, *cotangents]), strict=True))
+        return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
+
+    fun.defvjp(forward, backward, symbolic_zeros=True)
+    return fun(*operands)
+
+
+class _Saved(NamedTuple):
+    """What is known while tracing of the residuals between a custom_vjp's two rules."""
+
+    moving: tuple[int, ...]
+    tree: Any
+    avals: Sequence[Any]
+    values: tuple[Value, ...]
+
+    def __call__(self, *args: Any) -> None:
+        """A `Partial` wants a callable; this one is a label."""
+
+
+def _instantiate(cotangent: Any, dtype: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent if dtype is None else cast(cotangent, dtype)
+
+
+# -- the table
+
+
+class HigherOrder(NamedTuple):
+    describe: Describe
+    run: Run
+
+
+_REGISTERED: dict[Primitive, HigherOrder] = {}
+
+
+@functools.cache
+def _builtin() -> dict[Primitive, HigherOrder]:
+    table = {
+        "jit": HigherOrder(_call("jaxpr"), _rebind),
+        "closed_call": HigherOrder(_call("call_jaxpr"), _run_inline),
+        "call": HigherOrder(_call("call_jaxpr"), _run_inline),
+        "eval_jaxpr": HigherOrder(_call("call_jaxpr"), _run_inline),  # replaces both since 0.11.2
+        "remat2": HigherOrder(_call("jaxpr"), _run_checkpoint),
+        "scan": HigherOrder(_describe_scan, _rebind),
+        "while": HigherOrder(_describe_while, _rebind),
+        "cond": HigherOrder(_describe_cond, _rebind),
+        "custom_jvp_call": HigherOrder(_call("call_jaxpr"), _run_custom_jvp),
+        "custom_vjp_call": HigherOrder(_call("call_jaxpr", lazy=True), _run_custom_vjp),
+        "shard_map": HigherOrder(_call("jaxpr"), _run_shard_map),
+    }
+    known = primitives()
+    return {known[name]: rule for name, rule in table.items() if name in known}
+
+
+def _rule_of(primitive: Primitive) -> HigherOrder | None:
+    return _REGISTERED.get(primitive) or _builtin().get(primitive)
+
+
+def describe(eqn: Any) -> Entry | None:
+    """The inside of `eqn`; None for a primitive that is not entered."""
+    rule = _rule_of(eqn.primitive)
+    return None if rule is None else rule.describe(eqn)
+
+
+def run(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> Sequence[Any]:
+    """Bind a higher-order equation with its bodies rewritten."""
+    rule = _rule_of(eqn.primitive)
+    assert rule is not None
+    return rule.run(rewriter, eqn, step, operands)
+
+
+def register_higher_order(primitive: Primitive, jaxpr: str | Describe = "jaxpr") -> None:
+    """Teach `amp` to enter a primitive that carries a jaxpr; without it the primitive runs as written.
+
+    Args:
+        primitive: The primitive, which must accept its jaxpr with other dtypes.
+        jaxpr: The name of the parameter that holds the jaxpr, if its operands and results are those of the equation, one
+            for one. Else a function from an equation to an `Entry` of `Body`s.
+
+    >>> from jax.extend.core import Primitive
+    >>> register_higher_order(Primitive("my_call"), "call_jaxpr")
+    """
+    if not isinstance(primitive, Primitive):
+        raise TypeError(
+            f"register_higher_order got {primitive!r}, of type {type(primitive).__name__}; expected a primitive. "
+            "Write for example register_higher_order(my_call_p)."
+        )
+    _REGISTERED[primitive] = HigherOrder(_call(jaxpr) if isinstance(jaxpr, str) else jaxpr, _rebind)

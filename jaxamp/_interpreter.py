@@ -1,0 +1,111 @@
+"""The loop: run a planned jaxpr, each equation with its operands in the dtypes that the plan says.
+
+The law it keeps: equations run in the order they were written, each once, under the user's source line, name stack and
+equation context; one cast is made per value and dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _higher_order
+from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
+from ._higher_order import bind
+from ._plan import How, Plan, Planner, Step, apply_rule
+from ._rules import cast
+from ._standing import WIDE, Value, float_dtype
+
+
+def _saturate(x: Any, dtype: np.dtype) -> Any:
+    """`x` in `dtype`, finite where it was finite."""
+    if isinstance(x, jax.Array):
+        largest = lax.convert_element_type(float(jnp.finfo(dtype).max), x.dtype)
+        clipped = lax.clamp(-largest, x, largest)
+        return lax.convert_element_type(lax.select(lax.is_finite(x), clipped, x), dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return np.where(np.isfinite(x), np.clip(x, -largest, largest), x).astype(dtype)
+
+
+class _Env:
+    """The values of variables, each with the casts of it that were made."""
+
+    def __init__(self) -> None:
+        self._values: dict[Var, tuple[Any, Value]] = {}
+        self._casts: dict[tuple[Var, np.dtype], Any] = {}
+
+    def write(self, var: Var, x: Any, value: Value) -> None:
+        self._values[var] = x, value
+
+    def read(self, atom: Any, dtype: np.dtype | None = None) -> Any:
+        """The value of `atom` in `dtype`; None: in the dtype it is held in."""
+        if isinstance(atom, Literal):
+            return cast(atom.val, dtype)
+        x, value = self._values[atom]
+        if dtype is None or value.dtype is None or x.dtype == dtype:
+            return x
+        if (atom, dtype) not in self._casts:
+            narrow = value.standing is WIDE and dtype.itemsize < x.dtype.itemsize
+            self._casts[atom, dtype] = _saturate(x, dtype) if narrow else cast(x, dtype)
+        return self._casts[atom, dtype]
+
+
+class Interpreter:
+    """Runs plans. The rewriter that higher-order rules are given."""
+
+    def __init__(self, planner: Planner):
+        self._planner = planner
+        self._traced: dict[Any, tuple[Plan, Jaxpr]] = {}
+
+    def evaluate(self, plan: Plan, operands: Sequence[Any]) -> list[Any]:
+        """Run `plan` on operands in the dtypes of `plan.ins`; the results are in those of `plan.outs`."""
+        env, jaxpr = _Env(), open_jaxpr(plan.jaxpr)
+        for var, const in zip(jaxpr.constvars, consts_of(plan.jaxpr), strict=True):
+            env.write(var, const, Value(self._planner.standing_of_constant(const), float_dtype(var.aval)))
+        for var, x, value in zip(jaxpr.invars, operands, plan.ins, strict=True):
+            env.write(var, x, value)
+        outer = current_name_stack()
+        for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
+            info = eqn.source_info
+            with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
+                outs = self._run(eqn, step, env)
+                for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
+                    env.write(var, cast(x, value.dtype), value)
+        return [env.read(v, o.dtype) for v, o in zip(jaxpr.outvars, plan.outs, strict=True)]
+
+    def _run(self, eqn: Any, step: Step, env: _Env) -> Sequence[Any]:
+        if step.how is How.RULE:
+            operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
+            return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
+        operands = [env.read(v, dtype) for v, dtype in zip(eqn.invars, step.reads, strict=True)]
+        if not step.touched:
+            return bind(eqn, operands)
+        if step.how is How.ALIAS:
+            return operands
+        if step.how is How.ENTER:
+            return _higher_order.run(self, eqn, step, operands)
+        return bind(eqn, operands, **(step.params or {}))
+
+    def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
+        """The closed jaxpr of `plan`, made once, with results in the dtypes of `outs`."""
+        if not plan.touched and [o.dtype for o in outs] == [float_dtype(v.aval) for v in open_jaxpr(plan.jaxpr).outvars]:
+            return plan.jaxpr
+        key = (id(plan), tuple(outs))
+        if key not in self._traced:
+            avals = [
+                v.aval if value.dtype is None or value.dtype == v.aval.dtype else v.aval.update(dtype=value.dtype, weak_type=False)
+                for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True)
+            ]
+
+            def body(*xs: Any) -> list[Any]:
+                return [cast(x, o.dtype) for x, o in zip(self.evaluate(plan, xs), outs, strict=True)]
+
+            self._traced[key] = plan, jax.make_jaxpr(body)(*avals)
+        return self._traced[key][1]
+
+    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Plan:
+        """Plan the jaxpr of a derivative rule. What it saves is wanted small."""
+        return self._planner.plan(jaxpr, ins, [False] * len(open_jaxpr(jaxpr).outvars), path)

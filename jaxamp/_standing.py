@@ -1,0 +1,78 @@
+"""What a float value in the program may suffer: the lattice that the planner computes on.
+
+    FREE < LOW < EXACT < WIDE < POSITION
+
+- `FREE`: an input, a parameter, a constant. It may be rounded where a low operation asks for it.
+- `LOW`: it has been rounded to the compute dtype.
+- `EXACT`: the result of a float32 rule. No element-wise operation may round it; a matmul may.
+- `WIDE`: exact, and it may hold finite numbers beyond the compute dtype's range. A matmul clamps it.
+- `POSITION`: made from integer positions alone. Not even a matmul may round it.
+"""
+
+import enum
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Standing(enum.IntEnum):
+    FREE = 0
+    LOW = 1
+    EXACT = 2
+    WIDE = 3
+    POSITION = 4
+
+
+FREE, LOW, EXACT, WIDE, POSITION = Standing
+
+
+class Value(NamedTuple):
+    """What the planner knows of a variable: its standing, and the dtype it is held in (None when not a float)."""
+
+    standing: Standing
+    dtype: np.dtype | None
+
+
+def combine(standings: Iterable[Standing]) -> Standing:
+    """The standing of what is made from operands of these: the highest, and a position met by data is one no more."""
+    seen = set(standings)
+    if POSITION in seen and not seen <= {FREE, POSITION}:
+        seen = (seen - {POSITION}) | {EXACT}
+    return max(seen, default=FREE)
+
+
+@functools.cache
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def float_dtype(aval: Any) -> np.dtype | None:
+    """The dtype of an array of floats; None for integers, complex numbers, keys, references, tokens."""
+    return aval.dtype if isinstance(aval, jax.core.ShapedArray) and _is_float(aval.dtype) else None
+
+
+def may_lower(dtype: np.dtype | None, compute_dtype: np.dtype) -> bool:
+    """Whether values of this dtype are ours to round: wider than the compute dtype, and not float64."""
+    return dtype is not None and compute_dtype.itemsize < dtype.itemsize <= 4
+
+
+@functools.cache
+def _limits(dtype: np.dtype) -> tuple[float, float]:
+    info = jnp.finfo(dtype)
+    return float(info.smallest_normal), float(info.max)
+
+
+def constant_standing(value: Any, compute_dtype: np.dtype) -> Standing:
+    """The standing of a number, or an array of them, that is known while tracing: can the compute dtype hold it?"""
+    magnitude = np.abs(np.asarray(value))
+    magnitude = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
+    if not magnitude.size:
+        return FREE
+    smallest, largest = _limits(compute_dtype)
+    if float(magnitude.max()) > largest:
+        return WIDE
+    return EXACT if float(magnitude.min()) < smallest else FREE
