@@ -1,0 +1,19 @@
+"""Eight virtual CPU devices, a cache of compiled programs, and strict promotion where a test asks for nothing else."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import pytest
+
+jax.config.update("jax_threefry_partitionable", True)
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request: pytest.FixtureRequest):
+    """Tests of libraries that promote on their own opt out with `@pytest.mark.promotes`."""
+    mode = "standard" if request.node.get_closest_marker("promotes") else "strict"
+    with jax.numpy_dtype_promotion(mode):
+        yield
