@@ -1,6 +1,6 @@
 """`amp`: run a function in mixed precision.
 
-The law: `amp(fn)` has `fn`'s signature, pytree structure, shapes and output dtypes, and only dtypes inside change. It is
+The law: `amp(fn)` has `fn`'s signature, pytree structure, shapes and output dtypes; only dtypes inside change. It is
 pure, and composes with every JAX transform on both sides.
 """
 
@@ -19,9 +19,9 @@ from jax import tree_util as jtu
 
 from ._compat import EARLY_INLINE, current_name_stack, open_jaxpr, scopes, under_jit
 from ._interpreter import Interpreter
+from ._judge import Judge
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy
-from ._rules import cast
 from ._standing import FREE, Value, float_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,7 +79,7 @@ class _Call(NamedTuple):
 
 @jtu.register_static
 class _Rest(NamedTuple):
-    """What a call returned with its arrays taken out. A pytree without leaves, so that `jit` keeps it with the trace."""
+    """What a call returned, its arrays taken out. A pytree without leaves, so that `jit` keeps it with the trace."""
 
     tree: Any
     static: tuple[Any, ...]
@@ -101,8 +101,8 @@ def _split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, 
     return _Call(tree, static, tuple(map(type, static)), scopes(current_name_stack())), arrays
 
 
-# A leaf that can't change under our feet, so that a trace made with it may be used again. An object of a user's class may
-# hold arrays that are replaced between two calls.
+# Leaves that can't change under our feet, so that a trace made with them may be used again. An object of a user's class
+# may hold arrays that are replaced between two calls.
 _FROZEN = (str, bytes, bool, int, float, complex, type, np.dtype, enum.Enum, types.BuiltinFunctionType, _Array)
 
 
@@ -139,7 +139,7 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
         return out
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    planner = Planner(options.lookup, options.compute_dtype)
+    planner = Planner(Judge(options.lookup, options.compute_dtype))
     ins = [Value(FREE, float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]
     plan = planner.plan(jaxpr, ins, [True] * len(open_jaxpr(jaxpr).outvars), call.path)
     return plan, planner, rest[-1]
@@ -175,8 +175,8 @@ def amp(fn: Any = None, *, compute_dtype: Any = jnp.float16, amp_policy: PolicyL
     dtypes.
 
     Args:
-        fn: The function: any JAX code, with arguments and results of any pytrees. Python numbers, strings, functions and
-            other leaves that are no arrays are constants of the trace.
+        fn: The function: any JAX code, with arguments and results of any pytrees. Python numbers, strings, functions
+            and other leaves that are no arrays are constants of the trace.
         compute_dtype: The low precision dtype, `float16` or `bfloat16`.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `torch`), or the path of a TOML table.
@@ -195,8 +195,8 @@ def amp(fn: Any = None, *, compute_dtype: Any = jnp.float16, amp_policy: PolicyL
 
     - A cast to the dtype that a value has already leaves no trace in a jaxpr. Say `amp_stop` to keep an operation in
       float32.
-    - JAX forgets the named scopes around a `jit` while it traces the inside: a scope reaches an `amp` called inside of a
-      jitted function only if it is opened there.
+    - JAX forgets the named scopes around a `jit` while it traces the inside: a scope reaches an `amp` called inside
+      of a jitted function only if it is opened there.
     - Called outside of `jit`, the function is compiled once for each structure of its arguments, as with `jax.jit`: its
       Python side effects happen when it is traced.
     """

@@ -38,9 +38,7 @@ NOT_EVERYWHERE = frozenset(
 def scopes(name_stack: Any) -> tuple[str, ...]:
     """The user's named scopes in a name stack, outermost first, without what transforms add."""
     return tuple(
-        entry.name
-        for entry in name_stack.stack
-        if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES
+        entry.name for entry in name_stack.stack if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES
     )
 
 
@@ -86,4 +84,4 @@ def primitives() -> dict[str, Primitive]:
 
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
-    return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]

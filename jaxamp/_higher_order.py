@@ -12,22 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
-from ._compat import Jaxpr, Primitive, primitives, scan_counts, without_consts
+from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
 from ._rules import cast
 from ._standing import EXACT, LOW, Value, float_dtype
 
 
 class Body(NamedTuple):
-    """A jaxpr in an equation's parameters: `params[param]`, or its item `index`."""
+    """A jaxpr in an equation's parameters: `params[param]`, or its item `item`."""
 
     jaxpr: Jaxpr
     operands: Sequence[int]  # the operand of the equation behind each of its invars
     results: Sequence[int]  # the result of the equation behind each of its outvars; empty: none
     param: str = "jaxpr"
-    index: int | None = None
+    item: int | None = None
 
 
 class Entry(NamedTuple):
@@ -104,11 +105,11 @@ def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> lis
     params: dict[str, Any] = {}
     for body, plan in zip(step.entry.bodies, step.bodies, strict=True):
         jaxpr = rewriter.trace(plan, [step.outs[r] for r in body.results] or plan.outs)
-        if body.index is None:
+        if body.item is None:
             params[body.param] = jaxpr
         else:
             items = params.get(body.param, eqn.params[body.param])
-            params[body.param] = tuple(jaxpr if i == body.index else item for i, item in enumerate(items))
+            params[body.param] = tuple(jaxpr if i == body.item else old for i, old in enumerate(items))
     return bind(eqn, operands, **params)
 
 
@@ -141,7 +142,7 @@ def _run_shard_map(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any])
 def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rule is kept: it is the jvp of the equation as written, traced and rewritten like the body."""
     plan = step.bodies[0]
-    fun = jax.custom_jvp(lambda *xs: rewriter.evaluate(plan, xs))
+    fun = jax.custom_jvp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -165,13 +166,14 @@ def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
 
 
 def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
-    """The user's rules are kept: they are the vjp of the equation as written, traced and rewritten in both directions."""
+    """The user's rules are kept: they are the vjp of the equation as written, traced and rewritten both ways."""
     plan, closed_over, results = step.bodies[0], eqn.params["num_consts"], len(eqn.outvars)
-    fun = jax.custom_vjp(lambda *xs: rewriter.evaluate(plan, xs))
+    fun = jax.custom_vjp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
-        moving = tuple(i for i, p in enumerate(primals) if p.perturbed and i >= closed_over)
-        if any(p.perturbed for p in primals[:closed_over]):
+        floats = [jnp.issubdtype(jax.typeof(p.value).dtype, jnp.inexact) for p in primals]
+        moving = tuple(i for i, p in enumerate(primals) if p.perturbed and floats[i])
+        if any(i < closed_over for i in moving):
             raise jax.errors.UnexpectedTracerError(
                 "a value that a jax.custom_vjp function closes over is differentiated; expected an argument. "
                 "Pass it as an argument of that function."
@@ -186,8 +188,9 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
         traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
-        saved = _Saved(moving, jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:])
-        return [cast(x, o.dtype) for x, o in zip(out[:results], plan.outs, strict=True)], jtu.Partial(saved, *out[results:])
+        saved = _Saved(moving, jtu.tree_structure(shapes[1]), tuple(traced.out_avals[results:]), inside.outs[results:])
+        primals_out = [cast(x, o.dtype) for x, o in zip(out[:results], plan.outs, strict=True)]
+        return primals_out, jtu.Partial(saved, *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         saved: _Saved = residuals.func
@@ -203,12 +206,18 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
     return fun(*operands)
 
 
+def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` under the name that the user's function has in the jaxpr."""
+    fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
+    return fun
+
+
 class _Saved(NamedTuple):
     """What is known while tracing of the residuals between a custom_vjp's two rules."""
 
     moving: tuple[int, ...]
     tree: Any
-    avals: Sequence[Any]
+    avals: tuple[Any, ...]
     values: tuple[Value, ...]
 
     def __call__(self, *args: Any) -> None:
@@ -217,7 +226,7 @@ class _Saved(NamedTuple):
 
 def _instantiate(cotangent: Any, dtype: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
-        return jax.numpy.zeros(cotangent.shape, cotangent.dtype)
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent if dtype is None else cast(cotangent, dtype)
 
 
@@ -273,8 +282,8 @@ def register_higher_order(primitive: Primitive, jaxpr: str | Describe = "jaxpr")
 
     Args:
         primitive: The primitive, which must accept its jaxpr with other dtypes.
-        jaxpr: The name of the parameter that holds the jaxpr, if its operands and results are those of the equation, one
-            for one. Else a function from an equation to an `Entry` of `Body`s.
+        jaxpr: The name of the parameter that holds the jaxpr, if its operands and results are those of the equation,
+            one for one. Else a function from an equation to an `Entry` of `Body`s.
 
     >>> from jax.extend.core import Primitive
     >>> register_higher_order(Primitive("my_call"), "call_jaxpr")

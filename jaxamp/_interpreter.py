@@ -15,19 +15,16 @@ from jax import lax
 from . import _higher_order
 from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
 from ._higher_order import bind
-from ._plan import How, Plan, Planner, Step, apply_rule
+from ._judge import How, apply_rule
+from ._plan import Plan, Planner, Step
 from ._rules import cast
 from ._standing import WIDE, Value, float_dtype
 
 
 def _saturate(x: Any, dtype: np.dtype) -> Any:
     """`x` in `dtype`, finite where it was finite."""
-    if isinstance(x, jax.Array):
-        largest = lax.convert_element_type(float(jnp.finfo(dtype).max), x.dtype)
-        clipped = lax.clamp(-largest, x, largest)
-        return lax.convert_element_type(lax.select(lax.is_finite(x), clipped, x), dtype)
-    largest = float(jnp.finfo(dtype).max)
-    return np.where(np.isfinite(x), np.clip(x, -largest, largest), x).astype(dtype)
+    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
+    return lax.convert_element_type(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x), dtype)
 
 
 class _Env:
@@ -64,7 +61,7 @@ class Interpreter:
         """Run `plan` on operands in the dtypes of `plan.ins`; the results are in those of `plan.outs`."""
         env, jaxpr = _Env(), open_jaxpr(plan.jaxpr)
         for var, const in zip(jaxpr.constvars, consts_of(plan.jaxpr), strict=True):
-            env.write(var, const, Value(self._planner.standing_of_constant(const), float_dtype(var.aval)))
+            env.write(var, const, Value(self._planner.judge.standing_of_constant(const), float_dtype(var.aval)))
         for var, x, value in zip(jaxpr.invars, operands, plan.ins, strict=True):
             env.write(var, x, value)
         outer = current_name_stack()
@@ -91,12 +88,16 @@ class Interpreter:
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of `plan`, made once, with results in the dtypes of `outs`."""
-        if not plan.touched and [o.dtype for o in outs] == [float_dtype(v.aval) for v in open_jaxpr(plan.jaxpr).outvars]:
+        if not plan.touched and [o.dtype for o in outs] == [
+            float_dtype(v.aval) for v in open_jaxpr(plan.jaxpr).outvars
+        ]:
             return plan.jaxpr
         key = (id(plan), tuple(outs))
         if key not in self._traced:
             avals = [
-                v.aval if value.dtype is None or value.dtype == v.aval.dtype else v.aval.update(dtype=value.dtype, weak_type=False)
+                v.aval
+                if value.dtype is None or value.dtype == v.aval.dtype
+                else v.aval.update(dtype=value.dtype, weak_type=False)
                 for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True)
             ]
 

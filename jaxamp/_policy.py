@@ -1,8 +1,8 @@
 """Policies: which rule each operation runs under.
 
 A policy is a mapping. A key is a primitive, the name of a `jax.named_scope` (or a glob over the scope path), or a pair
-`(scope, primitive)`; a value is a rule. The outermost active scope that has a key wins, at one scope the pair before the
-name before the glob; else the primitive; else `"amp_default"`.
+`(scope, primitive)`; a value is a rule. The outermost active scope that has a key wins, at one scope the pair before
+the name before the glob; else the primitive; else `"amp_default"`.
 
 Presets are TOML tables in `policies/`; a user's table has the same form:
 
@@ -40,7 +40,7 @@ Key = Any  # Primitive | str | tuple[str, Primitive]
 Policy = Mapping[Key, Rule]
 
 # Scopes that pin full precision by default; the last is also the key of every operation that has no other.
-_PINS: Policy = {name: use_original_precision for name in ("amp_stop", "amp_step", "amp_default")}
+_PINS: Policy = dict.fromkeys(("amp_stop", "amp_step", "amp_default"), use_original_precision)
 _TARGETS = ("float16", "bfloat16")
 
 
@@ -121,7 +121,9 @@ def _parse(table: _Table) -> dict[Key, Rule]:
         ) from None
     for section in data:
         if section not in ("extends", "description", "rules", "scopes"):
-            table.fail(section, "extends, description, [rules] or [scopes]", _nearest(section, ("rules", "scopes", "extends")))
+            table.fail(
+                section, "extends, description, [rules] or [scopes]", _nearest(section, ("rules", "scopes", "extends"))
+            )
     policy: dict[Key, Rule] = dict(load_policy(data["extends"])) if "extends" in data else dict(_PINS)
     rules = dict(data.get("rules", {}))
     by_target = {target: rules.pop(target) for target in _TARGETS if target in rules}
@@ -130,7 +132,7 @@ def _parse(table: _Table) -> dict[Key, Rule]:
         for primitive, rule in _assignments(table, section).items():
             old = policy.get(primitive, use_original_precision)
             default, special = old if isinstance(old, ByTarget) else (old, {})
-            policy[primitive] = ByTarget(default, {**special, target: rule})
+            policy[primitive] = ByTarget(default, {**special, target: rule})  # type: ignore[assignment]
     for scope, entry in data.get("scopes", {}).items():
         if not isinstance(entry, dict):
             policy[scope] = _rule(table, entry)
@@ -162,8 +164,8 @@ def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
         return _preset(policy)
     if not isinstance(policy, str | os.PathLike):
         raise TypeError(
-            f"amp_policy is {policy!r}, of type {type(policy).__name__}; expected a mapping, a preset's name or a path. "
-            "Write for example amp_policy='default'."
+            f"amp_policy is {policy!r}, of type {type(policy).__name__}; expected a mapping, a preset's name or a "
+            "path. Write for example amp_policy='default'."
         )
     path = Path(policy)
     if path.suffix == ".toml" and path.is_file():
@@ -184,8 +186,8 @@ def _check_mapping(policy: Policy) -> None:
         pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], Primitive)
         if not (isinstance(key, str | Primitive) or pair):
             raise TypeError(
-                f"amp_policy has the key {key!r}, of type {type(key).__name__}; expected a primitive, a scope's name or "
-                "a pair of both. Write for example jax.lax.add_p, 'attention' or ('attention', jax.lax.add_p)."
+                f"amp_policy has the key {key!r}, of type {type(key).__name__}; expected a primitive, a scope's name "
+                "or a pair of both. Write for example jax.lax.add_p, 'attention' or ('attention', jax.lax.add_p)."
             )
         if not callable(rule):
             raise TypeError(

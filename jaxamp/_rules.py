@@ -51,7 +51,9 @@ def use_compute_precision(
     products.
     """
     compute_dtype = np.dtype(compute_dtype)
-    if not any(may_lower(np.dtype(d), compute_dtype) for d, x in zip(original_dtypes, invars, strict=True) if _is_float(x)):
+    if not any(
+        may_lower(np.dtype(d), compute_dtype) for d, x in zip(original_dtypes, invars, strict=True) if _is_float(x)
+    ):
         return list(invars), bind_params
     cast_invars = [
         cast(x, compute_dtype) if _is_float(x) and may_lower(np.dtype(d), compute_dtype) else x
@@ -62,7 +64,7 @@ def use_compute_precision(
 
 def lowered_params(params: dict[str, Any], compute_dtype: np.dtype) -> dict[str, Any]:
     """Bind parameters of an operation whose float32 operands are now in the compute dtype."""
-    new = {}
+    new: dict[str, Any] = {}
     if params.get("preferred_element_type") is not None:
         new["preferred_element_type"] = compute_dtype
     if "precision" in params:  # what remains here asks for less than the compute dtype gives

@@ -35,9 +35,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def matmul_dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
     """The operand dtypes of each matmul in a jaxpr: ('bfloat16', 'bfloat16'), ..."""
     return [
-        tuple(v.aval.dtype.name for v in eqn.invars[:2])
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name in MATMULS
+        tuple(v.aval.dtype.name for v in eqn.invars[:2]) for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS
     ]
 
 
