@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
 from ._rules import cast
-from ._standing import EXACT, LOW, Value, float_dtype
+from ._standing import EXACT, LOW, Value
 
 
 class Body(NamedTuple):
@@ -50,6 +50,9 @@ class Rewriter(Protocol):
 
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Any:
         """Plan a jaxpr that came up while running."""
+
+    def fresh(self) -> "Rewriter":
+        """A rewriter without this one's memory, for functions that outlive the trace."""
 
 
 Describe = Callable[[Any], Entry]
@@ -141,25 +144,20 @@ def _run_shard_map(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any])
 
 def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rule is kept: it is the jvp of the equation as written, traced and rewritten like the body."""
-    plan = step.bodies[0]
+    plan, results, rewriter = step.bodies[0], len(eqn.outvars), rewriter.fresh()
     fun = jax.custom_jvp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def tangents_out(xs: Sequence[Any], ts: Sequence[Any]) -> Sequence[Any]:
-            def along(*moved: Any) -> list[Any]:
-                return bind(eqn, [*map(dict(zip(moving, moved, strict=True)).get, range(len(xs)), xs)])
-
-            return jax.jvp(along, [xs[i] for i in moving], ts)[1]
+        def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
+            return jax.jvp(_along(eqn, xs, moving), [xs[i] for i in moving], ts)
 
         avals = [v.aval for v in eqn.invars]
-        tangent_avals = [avals[i].to_tangent_aval() for i in moving]
-        traced = jax.make_jaxpr(tangents_out)(avals, tangent_avals)
+        traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in moving])
         inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in moving)], plan.path)
         out = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in moving)])
-        primals_out = fun(*primals)
-        return primals_out, [cast(t, float_dtype(jax.typeof(p))) for t, p in zip(out, primals_out, strict=True)]
+        return _cast_all(out[:results], plan.outs), _cast_all(out[results:], plan.outs)
 
     fun.defjvp(jvp, symbolic_zeros=True)
     return fun(*operands)
@@ -167,30 +165,26 @@ def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
 
 def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rules are kept: they are the vjp of the equation as written, traced and rewritten both ways."""
-    plan, closed_over, results = step.bodies[0], eqn.params["num_consts"], len(eqn.outvars)
+    plan, results, rewriter = step.bodies[0], len(eqn.outvars), rewriter.fresh()
     fun = jax.custom_vjp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         floats = [jnp.issubdtype(jax.typeof(p.value).dtype, jnp.inexact) for p in primals]
         moving = tuple(i for i, p in enumerate(primals) if p.perturbed and floats[i])
-        if any(i < closed_over for i in moving):
+        if any(i < eqn.params["num_consts"] for i in moving):
             raise jax.errors.UnexpectedTracerError(
                 "a value that a jax.custom_vjp function closes over is differentiated; expected an argument. "
                 "Pass it as an argument of that function."
             )
 
         def pullback(*xs: Any) -> Any:
-            def along(*moved: Any) -> list[Any]:
-                return bind(eqn, [*map(dict(zip(moving, moved, strict=True)).get, range(len(xs)), xs)])
-
-            return jax.vjp(along, *(xs[i] for i in moving))
+            return jax.vjp(_along(eqn, xs, moving), *(xs[i] for i in moving))
 
         traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
         saved = _Saved(moving, jtu.tree_structure(shapes[1]), tuple(traced.out_avals[results:]), inside.outs[results:])
-        primals_out = [cast(x, o.dtype) for x, o in zip(out[:results], plan.outs, strict=True)]
-        return primals_out, jtu.Partial(saved, *out[results:])
+        return _cast_all(out[:results], plan.outs), jtu.Partial(saved, *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         saved: _Saved = residuals.func
@@ -204,6 +198,22 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
 
     fun.defvjp(forward, backward, symbolic_zeros=True)
     return fun(*operands)
+
+
+def _along(eqn: Any, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
+    """The equation as written, as a function of some of its operands."""
+
+    def along(*moved: Any) -> list[Any]:
+        xs = list(operands)
+        for i, x in zip(moving, moved, strict=True):
+            xs[i] = x
+        return bind(eqn, xs)
+
+    return along
+
+
+def _cast_all(xs: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    return [cast(x, value.dtype) for x, value in zip(xs, values, strict=True)]
 
 
 def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:

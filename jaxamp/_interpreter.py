@@ -110,3 +110,7 @@ class Interpreter:
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Plan:
         """Plan the jaxpr of a derivative rule. What it saves is wanted small."""
         return self._planner.plan(jaxpr, ins, [False] * len(open_jaxpr(jaxpr).outvars), path)
+
+    def fresh(self) -> "Interpreter":
+        """An interpreter without this one's memory, for functions that outlive the trace."""
+        return Interpreter(self._planner.fresh())

@@ -229,7 +229,7 @@ class Judge:
             results: list[list[Standing]] = [[] for _ in eqn.outvars]
             for body in entry.bodies:
                 _, outs = self.read(body.jaxpr, tuple(into[i] for i in body.operands), path)
-                for result, standing in zip(body.results, outs, strict=True):
+                for result, standing in zip(body.results, outs, strict=bool(body.results)):
                     results[result].append(standing)
             settled = True
             for operand, result in entry.carries:

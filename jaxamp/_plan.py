@@ -55,6 +55,9 @@ class Planner:
         self.compute_dtype = judge.compute_dtype
         self._plans: dict[Any, Plan] = {}
 
+    def fresh(self) -> "Planner":
+        return Planner(Judge(self.judge.lookup, self.compute_dtype))
+
     # -- 1. backwards: what is wanted wide
 
     def _wants(self, jaxpr: Jaxpr, verdicts: list[Verdict], outs: Sequence[bool], path: Path) -> dict[Var, bool]:
