@@ -41,7 +41,7 @@ class Options(NamedTuple):
 def check_options(compute_dtype: Any, amp_policy: PolicyLike) -> Options:
     """Check the keywords of `amp`, at the call that gives them."""
     try:
-        dtype = jnp.dtype(compute_dtype)
+        dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)  # numpy takes None for float64
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
@@ -86,7 +86,7 @@ class _Rest(NamedTuple):
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.Ref)
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.Ref | jax.ShapeDtypeStruct)
 
 
 def _split(tree: Any) -> tuple[list[Any], tuple[Any, ...], Any]:

@@ -76,11 +76,11 @@ def use_widest_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Run the operation in the widest dtype that one of its operands has now."""
-    dtypes = [x.dtype for x in invars if _is_float(x) and isinstance(x, jax.Array)]
-    if not dtypes:
+    dtypes = {x.dtype for x in invars if _is_float(x) and isinstance(x, jax.Array)}
+    widest = [d for d in dtypes if d.itemsize == max(e.itemsize for e in dtypes)]
+    if len(widest) != 1:  # float16 beside bfloat16, or nothing but constants
         return use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params)
-    widest = jnp.result_type(*dtypes)
-    return [cast(x, widest) for x in invars], bind_params
+    return [cast(x, widest[0]) for x in invars], bind_params
 
 
 def use_inferred_precision(
