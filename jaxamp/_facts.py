@@ -33,11 +33,11 @@ MOVES = frozenset(
 )
 
 # What goes in as a position, or as a number beyond the compute dtype's range, comes out as one. Everything else
-# (sin, cos, exp, ...) ends it.
+# (sin, cos, exp, a matmul with weights, ...) ends it.
 CARRIES = MOVES | frozenset(
     """
-    add add_any ceil convert_element_type conv_general_dilated cumsum div dot_general floor integer_pow mul psum
-    psum_invariant ragged_dot_general reduce_sum reduce_window_sum rem round scatter-add scatter-sub square sub
+    add add_any ceil convert_element_type cumsum div floor integer_pow mul psum psum_invariant reduce_sum
+    reduce_window_sum rem round scatter-add scatter-sub square sub
     """.split()
 )
 

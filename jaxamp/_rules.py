@@ -30,7 +30,7 @@ def cast(x: Any, dtype: np.dtype | None) -> Any:
     if dtype is None or not _is_float(x) or x.dtype == dtype:
         return x
     if isinstance(x, jax.Array):
-        return lax.convert_element_type(x, dtype)
+        return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=False, sharding=None)
     return np.asarray(x).astype(dtype)
 
 

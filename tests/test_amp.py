@@ -263,10 +263,13 @@ def test_under_jit_nothing_is_kept_alive():
         """A static leaf whose life is watched."""
 
     fn = BF16(lambda x, token: x @ x)
-    token = Token()
-    alive = weakref.ref(token)
-    jax.jit(lambda x: fn(x, token))(W)
-    del token
+
+    def watched_call():
+        token = Token()
+        jax.jit(lambda x: fn(x, token))(W)
+        return weakref.ref(token)
+
+    alive = watched_call()
     jax.clear_caches()
     gc.collect()
     assert alive() is None

@@ -1,0 +1,48 @@
+"""What the README says runs as it is written, and the examples run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.promotes
+def test_the_readmes_code_runs_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 5
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_the_readme_names_the_commands_that_ci_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install -e '.[tests]' && pytest" in readme
+    assert "pip install -e '.[examples]' && python examples/train_digits.py" in readme
+
+
+def test_the_digits_example_runs(tmp_path):
+    pytest.importorskip("sklearn", reason="the examples extra is not installed")
+    pytest.importorskip("rich", reason="the examples extra is not installed")
+    out = tmp_path / "digits.png"
+    command = [sys.executable, str(ROOT / "examples" / "train_digits.py"), "--steps", "2", "--out", str(out)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "accuracy" in run.stdout
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_overhead_benchmark_runs():
+    command = [sys.executable, "-m", "benchmarks.overhead", "--small"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "ratio" in run.stdout
+
+
+def test_the_repository_has_no_private_jax_names_outside_compat():
+    for path in (ROOT / "jaxamp").rglob("*.py"):
+        if path.name != "_compat.py":
+            assert "jax._src" not in path.read_text(encoding="utf-8"), path
