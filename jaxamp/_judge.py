@@ -159,7 +159,7 @@ class Judge:
             return How.ORIGINAL, _source(found), kept
         if found.rule not in _KNOWN:
             return How.RULE, _source(found), kept
-        if name in FIXED:
+        if name in FIXED and not _rounds_nothing(eqn):
             return How.ORIGINAL, f"{name} has a fixed dtype", kept
         mine = [self.may_lower(v) for v in eqn.invars if float_dtype(v.aval) is not None]
         if not any(mine):
@@ -310,6 +310,14 @@ def _source(found: Found) -> str:
 
 def _is_numpy(eqn: Any) -> bool:
     return isinstance(eqn.params["new_dtype"], np.dtype | type) and isinstance(eqn.invars[0].aval.dtype, np.dtype)
+
+
+def _rounds_nothing(eqn: Any) -> bool:
+    """A `reduce_precision` to all the bits of its operand: the mark that `jax.checkpoint` sets on what it saves."""
+    if eqn.primitive is not lax.reduce_precision_p:
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
 def _names_a_dtype(params: dict[str, Any]) -> bool:

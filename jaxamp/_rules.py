@@ -69,6 +69,9 @@ def lowered_params(params: dict[str, Any], compute_dtype: np.dtype) -> dict[str,
         new["preferred_element_type"] = compute_dtype
     if "precision" in params:  # what remains here asks for less than the compute dtype gives
         new["precision"] = None
+    if "mantissa_bits" in params:  # of a `reduce_precision` that keeps all bits
+        info = jnp.finfo(compute_dtype)
+        new |= {"exponent_bits": info.nexp, "mantissa_bits": info.nmant}
     return {**params, **new}
 
 
