@@ -26,8 +26,8 @@ MOVES = frozenset(
     broadcast_to clamp concatenate copy cummax cummin device_put dynamic_slice dynamic_update_slice gather
     layout_constraint max min name neg optimization_barrier pad pbroadcast pbroadcast_dynamic pmax pmin ppermute
     preduced pvary ragged_all_to_all reduce_max reduce_min reduce_precision reduce_window_max reduce_window_min
-    reduced_vary_cast reduced_vary_cast_p relayout reshape reshard rev scatter select_n sharding_constraint sign slice sort
-    split squeeze stack stage stop_gradient tie tile top_k transpose unreduced_pmax unreduced_pmin unstack
+    reduced_vary_cast reduced_vary_cast_p relayout reshape reshard rev scatter select_n sharding_constraint sign slice
+    sort split squeeze stack stage stop_gradient tie tile top_k transpose unreduced_pmax unreduced_pmin unstack
     vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
     """.split()
 )

@@ -27,6 +27,12 @@ def _saturate(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x), dtype)
 
 
+def _cast_constant(x: Any, dtype: np.dtype) -> Any:
+    """A constant in `dtype`, finite if it is finite, without an equation."""
+    x, largest = np.asarray(x), float(jnp.finfo(dtype).max)
+    return np.where(np.isfinite(x), np.clip(x, -largest, largest), x).astype(dtype)
+
+
 class _Env:
     """The values of variables, each with the casts of it that were made."""
 
@@ -40,7 +46,7 @@ class _Env:
     def read(self, atom: Any, dtype: np.dtype | None = None) -> Any:
         """The value of `atom` in `dtype`; None: in the dtype it is held in."""
         if isinstance(atom, Literal):
-            return cast(atom.val, dtype)
+            return atom.val if dtype is None or atom.val.dtype == dtype else _cast_constant(atom.val, dtype)
         x, value = self._values[atom]
         if dtype is None or value.dtype is None or x.dtype == dtype:
             return x

@@ -122,9 +122,8 @@ class Judge:
 
     def _verdict(self, eqn: Any, ins: list[Standing], path: Path) -> Verdict:
         found = self.lookup(path, eqn.primitive)
-        explicit = found.key is not None and not isinstance(found.key, str)
         entry = describe(eqn)
-        if entry is not None and not (explicit and found.rule is not use_inferred_precision):
+        if entry is not None and not _keeps_out(found):
             return self._enter(eqn, entry, ins, path, found)
         how, reason, standing = self._decide(eqn, ins, found)
         floats = [float_dtype(v.aval) is not None for v in eqn.outvars]
@@ -142,10 +141,9 @@ class Judge:
         """How a plain equation runs, why, and the standing of its float results."""
         name = eqn.primitive.name
         floats = [
-            s
-            for s, v in zip(ins, eqn.invars, strict=True)
-            if float_dtype(v.aval) is not None
-            and not (s is FREE and isinstance(v, Literal))  # a literal takes any dtype
+            standing
+            for standing, atom in zip(ins, eqn.invars, strict=True)
+            if float_dtype(atom.aval) is not None and not _takes_any_dtype(atom, standing)
         ]
         together = combine(floats)
         if name not in CARRIES and together > EXACT:
@@ -296,6 +294,12 @@ _WHY_NOT_LOW = {
 }
 
 
+def _keeps_out(found: Found) -> bool:
+    """Whether a key that names a higher-order primitive is about the equation as a whole. A scope's is about its inside."""
+    by_primitive = found.key is not None and not isinstance(found.key, str)
+    return by_primitive and (found.rule is use_original_precision or found.rule not in _KNOWN)
+
+
 def _name(rule: Rule) -> str:
     return getattr(rule, "__name__", type(rule).__name__)
 
@@ -306,6 +310,10 @@ def _source(found: Found) -> str:
     if isinstance(found.key, Primitive):
         return "policy table"
     return f"scope {found.key!r}" if isinstance(found.key, str) else f"scope {found.key[0]!r} and primitive"
+
+
+def _takes_any_dtype(atom: Any, standing: Standing) -> bool:
+    return standing is FREE and isinstance(atom, Literal)
 
 
 def _is_numpy(eqn: Any) -> bool:
