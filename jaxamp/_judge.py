@@ -218,7 +218,7 @@ class Judge:
 
     def _enter(self, eqn: Any, entry: Entry, ins: list[Standing], path: Path, found: Found) -> Verdict:
         """Judge the bodies. A carry is exact; where the policy lets it follow, low if every round leaves it low."""
-        low_carries = found.rule is use_inferred_precision
+        low_carries = _is_by_primitive(found) and found.rule is use_inferred_precision
         into = list(ins)
         for operand, _ in entry.carries:
             if float_dtype(eqn.invars[operand].aval) is not None:
@@ -294,10 +294,13 @@ _WHY_NOT_LOW = {
 }
 
 
+def _is_by_primitive(found: Found) -> bool:
+    return found.key is not None and not isinstance(found.key, str)
+
+
 def _keeps_out(found: Found) -> bool:
-    """Whether a key that names a higher-order primitive is about the equation as a whole. A scope's is about its inside."""
-    by_primitive = found.key is not None and not isinstance(found.key, str)
-    return by_primitive and (found.rule is use_original_precision or found.rule not in _KNOWN)
+    """Whether a key names a higher-order primitive, and so is about the equation as a whole, not about its inside."""
+    return _is_by_primitive(found) and (found.rule is use_original_precision or found.rule not in _KNOWN)
 
 
 def _name(rule: Rule) -> str:

@@ -262,6 +262,14 @@ def test_a_primitive_key_for_a_higher_order_primitive_keeps_it_as_written():
     assert matmuls(fn, jaxamp.default_amp_policy | {primitives()["scan"]: original}, W) == [WIDE, LOW]
 
 
+def test_carries_follow_only_where_the_loop_itself_has_a_key():
+    fn = lambda x: jax.named_scope("here")(lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=2)[0])(x)
+    for key, carry in [("here", "float32"), (("here", primitives()["scan"]), "bfloat16")]:
+        policy = jaxamp.default_amp_policy | {key: infer}
+        jaxpr = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy))(W)
+        assert dtypes_of("scan", jaxpr) == [carry]
+
+
 # -- tables of the user
 
 
