@@ -20,7 +20,7 @@ _NO_FORWARD_MODE = {"jvp": "custom_vjp has no forward mode", "hessian": "custom_
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:
-    return jr.normal(jr.key(seed), shape)
+    return jr.normal(jr.key(seed), shape, jnp.float32)
 
 
 # -- Equinox
@@ -449,7 +449,7 @@ def transformer_args() -> tuple[Any, ...]:
         "up": _normal(4, n, d, 2 * d) / d**0.5,
         "down": _normal(5, n, 2 * d, d) / d**0.5,
     }
-    return {"embedding": _normal(6, 11, d), "layers": layers}, jnp.array([3, 1, 4, 1, 5, 9, 2, 6])
+    return {"embedding": _normal(6, 11, d) / 2, "layers": layers}, jnp.array([3, 1, 4, 1, 5, 9, 2, 6])
 
 
 PROGRAMS: list[Program] = [
@@ -479,7 +479,7 @@ PROGRAMS: list[Program] = [
     Program("optax_softmax", optax_softmax, optax_softmax_args, low=1),
     Program("optax_huber", optax_huber, optax_huber_args, low=1),
     Program("optax_ctc", optax_ctc, optax_ctc_args, low=1),
-    Program("optax_adamw", optax_adamw, optax_adamw_args, low=5),
+    Program("optax_adamw", optax_adamw, optax_adamw_args, low=5, rtol=5e-2),
     Program("bcoo_matmul", bcoo_matmul, bcoo_matmul_args, low=2),
     Program("pallas_between_matmuls", pallas_between_matmuls, pallas_between_matmuls_args, low=2),
     Program("transformer", transformer, transformer_args, low=9, kept=2),

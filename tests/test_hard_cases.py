@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -25,7 +26,7 @@ def amped(fn: Callable[..., Any], low: Any, **options: Any) -> Callable[..., Any
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jr.normal(jr.key(seed), shape)
+    return jr.normal(jr.key(seed), shape, jnp.float32)
 
 
 def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
@@ -230,6 +231,7 @@ def test_norm_of_hundreds_is_300_with_its_gradient(low: Any):
 
 # -- softmax
 
+
 @both
 def test_log_softmax_over_50000_classes_is_right(low: Any):
     def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
@@ -377,6 +379,7 @@ def test_variance_and_its_gradient_are_right(low: Any):
 
 
 @both
+@pytest.mark.promotes
 def test_small_steps_of_an_optimizer_are_not_lost(low: Any):
     optimizer = optax.adam(1e-5)
 
@@ -496,15 +499,15 @@ CARRIED = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "copy")
 def chains(jaxpr: Any) -> Iterator[Any]:
     """Casts from low to float32 and back again, with nothing but changes of shape between."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    made_by = {id(var): eqn for eqn in jaxpr.eqns for var in eqn.outvars}  # a literal has no hash
     for eqn in jaxpr.eqns:
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+        for inner in jec.jaxprs_in_params(eqn.params):
             yield from chains(inner)
         if eqn.primitive.name != "convert_element_type" or eqn.outvars[0].aval.dtype.itemsize != 2:
             continue
-        source = made_by.get(eqn.invars[0]) if isinstance(eqn.invars[0], jax.extend.core.Var) else None
+        source = made_by.get(id(eqn.invars[0]))
         while source is not None and source.primitive.name in CARRIED:
-            source = made_by.get(source.invars[0])
+            source = made_by.get(id(source.invars[0]))
         if source is not None and source.primitive.name == "convert_element_type":
             if source.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
                 yield source
@@ -656,10 +659,10 @@ def test_amp_stop_around_the_call_pins_it_and_only_it(low: Any):
     x, w = 1 + normal(0, 3, 4) / 8, normal(1, 4, 4)
     with jaxamp.amp_stop():
         pinned = fn(x, w)
-        assert matmul_dtypes(jaxpr_of(fn, x, w)) == [("float32", "float32")]
     np.testing.assert_array_equal(pinned, jnp.matmul(x, w))
-    assert matmul_dtypes(jaxpr_of(lambda x, w: fn(x, w), x, w)) == [(jnp.dtype(low).name,) * 2]
     assert (fn(x, w) != pinned).any()
+    with jaxamp.amp_stop():
+        np.testing.assert_array_equal(fn(x, w), pinned)
 
 
 # -- devices
