@@ -1,0 +1,700 @@
+"""The cases in which mixed precision goes wrong elsewhere: values against float64, dtypes on jaxprs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from program import dtypes_of, equations, jaxpr_of, matmul_dtypes
+from programs_libraries import PROGRAMS
+
+import jaxamp
+from jaxamp._compat import primitives
+
+both = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+
+
+def amped(fn: Callable[..., Any], low: Any, **options: Any) -> Callable[..., Any]:
+    return jaxamp.amp(fn, compute_dtype=low, **options)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jr.normal(jr.key(seed), shape, jnp.float32)
+
+
+def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
+    """The oracle: `fn` on the same numbers in float64."""
+
+    def wide(x: Any) -> Any:
+        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, jax.jit(fn)(*jax.tree.map(wide, args)))
+
+
+def assert_near(got: Any, want: Any, rtol: float) -> None:
+    """Within `rtol` of the largest magnitude of each array, and finite."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * np.abs(y).max(initial=1e-30))
+
+
+def with_gradients(fn: Callable[..., jax.Array], argnums: tuple[int, ...]) -> Callable[..., Any]:
+    """The results of `fn`, and the gradients of a weighted sum of them."""
+
+    def both_ways(*args: Any) -> Any:
+        out, pullback = jax.vjp(lambda *xs: fn(*_with(args, argnums, xs)), *(args[i] for i in argnums))
+        return out, pullback(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+    return both_ways
+
+
+def _with(args: tuple[Any, ...], places: tuple[int, ...], values: tuple[Any, ...]) -> list[Any]:
+    new = list(args)
+    for i, x in zip(places, values, strict=True):
+        new[i] = x
+    return new
+
+
+def assert_right(fn: Callable[..., jax.Array], low: Any, *args: Any, wrt: tuple[int, ...] = (), rtol: float = 1e-2) -> None:
+    """`amp(fn)` and its gradients are those of float64, and so is `amp` of the gradient."""
+    if not wrt:
+        assert_near(amped(fn, low)(*args), in_float64(fn, *args), rtol)
+        return
+    want = in_float64(with_gradients(fn, wrt), *args)
+    assert_near(jax.jit(with_gradients(amped(fn, low), wrt))(*args), want, rtol)
+    assert_near(amped(with_gradients(fn, wrt), low)(*args), want, rtol)
+
+
+def casts(jaxpr: Any) -> list[Any]:
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "convert_element_type"]
+
+
+# -- positions
+
+HALF = 4
+
+
+def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
+    left, right = x[:, :HALF], x[:, HALF:]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], -1)
+
+
+def frequencies(dtype: Any) -> jax.Array:
+    return 10_000.0 ** (-jnp.arange(HALF, dtype=dtype) / HALF)
+
+
+ANGLES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "multiply": lambda position, frequency: position[:, None] * frequency,
+    "einsum": lambda position, frequency: jnp.einsum("t,f->tf", position, frequency),
+    "matmul": lambda position, frequency: position[:, None] @ frequency[None, :],
+}
+POSITIONS: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
+    "arange": lambda _, dtype: jnp.arange(4096, dtype=dtype)[-8:],
+    "int_arange": lambda _, dtype: jnp.arange(4096)[-8:].astype(dtype),
+    "int_argument": lambda positions, dtype: positions.astype(dtype),
+}
+
+
+@both
+@pytest.mark.parametrize("angle", ANGLES)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_rotary_embedding_is_right_at_position_4095(position: str, angle: str, low: Any):
+    def query(x: jax.Array, w: jax.Array, positions: jax.Array) -> jax.Array:
+        angles = ANGLES[angle](POSITIONS[position](positions, x.dtype), frequencies(x.dtype))
+        return rotate(x @ w, angles)
+
+    assert_right(query, low, normal(0, 8, 4), normal(1, 4, 2 * HALF), jnp.arange(4088, 4096), wrt=(0, 1))
+
+
+@both
+def test_timestep_embedding_then_mlp_is_right(low: Any):
+    def model(t: jax.Array, w1: jax.Array, w2: jax.Array) -> jax.Array:
+        phase = t.astype(w1.dtype)[:, None] * frequencies(w1.dtype)
+        return jnp.tanh(jnp.concatenate([jnp.sin(phase), jnp.cos(phase)], -1) @ w1) @ w2
+
+    args = jnp.array([0, 257, 611, 999]), normal(0, 2 * HALF, 8) / 2, normal(1, 8, 3)
+    assert_right(model, low, *args, wrt=(1, 2), rtol=2e-2)
+    assert matmul_dtypes(jaxpr_of(amped(model, low), *args)) == [(jnp.dtype(low).name,) * 2] * 2
+
+
+@both
+def test_pixels_and_one_hots_are_no_positions(low: Any):
+    def pixels(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x.astype(w.dtype) / 255) @ w
+
+    def labels(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(x, 4, dtype=w.dtype) @ w
+
+    w = normal(0, 4, 3)
+    for fn, x in ((pixels, jnp.array([[0, 1, 254, 255]], jnp.uint8)), (labels, jnp.array([0, 3, 1]))):
+        assert matmul_dtypes(jaxpr_of(amped(fn, low), x, w)) == [(jnp.dtype(low).name,) * 2]
+        assert_right(fn, low, x, w, wrt=(1,))
+
+
+@both
+def test_outer_products_are_not_lowered(low: Any):
+    def outer(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum("i,j->ij", a, b)
+
+    assert matmul_dtypes(jaxpr_of(amped(outer, low), normal(0, 3), normal(1, 4))) == [("float32", "float32")]
+
+
+# -- numbers out of range
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+MASKS: dict[str, Callable[[jax.Array, jax.Array, float], jax.Array]] = {
+    "where": lambda scores, mask, value: jnp.where(mask, scores, value),
+    "additive": lambda scores, mask, value: scores + (1 - mask.astype(scores.dtype)) * value,
+    "full_like": lambda scores, mask, value: lax.select(mask, scores, jnp.full_like(scores, value)),
+}
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, masked: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    return jax.nn.softmax(masked(q @ k.T)) @ v
+
+
+def attention_args() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    mask = jnp.tril(jnp.ones((5, 5), bool)).at[2].set(False)  # row 2 attends to nothing
+    return normal(0, 5, 4), normal(1, 5, 4), normal(2, 5, 3), mask
+
+
+@both
+@pytest.mark.parametrize("value", [-1e9, LOWEST])
+@pytest.mark.parametrize("how", MASKS)
+def test_masked_attention_is_finite_and_right(how: str, value: float, low: Any):
+    """The reference is float32: in float64 an additive mask does not swallow the scores of a fully masked row."""
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return attention(q, k, v, lambda scores: MASKS[how](scores, mask, value))
+
+    args, wrt = attention_args(), (0, 1, 2)
+    want = jax.jit(with_gradients(fn, wrt))(*args)
+    assert_near(jax.jit(with_gradients(amped(fn, low), wrt))(*args), want, 3e-2)
+    assert_near(amped(with_gradients(fn, wrt), low)(*args), want, 3e-2)
+
+
+@both
+@pytest.mark.parametrize("value", [-1e9, LOWEST])
+def test_attention_bias_in_an_argument_is_finite_and_right(value: float, low: Any):
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        return attention(q, k, v, lambda scores: scores + bias)
+
+    q, k, v, mask = attention_args()
+    args, wrt = (q, k, v, jnp.where(mask, 0.0, value)), (0, 1, 2)
+    want = jax.jit(with_gradients(fn, wrt))(*args)
+    assert_near(jax.jit(with_gradients(amped(fn, low), wrt))(*args), want, 3e-2)
+
+
+@both
+@pytest.mark.parametrize("eps", [1e-6, 1e-12])
+def test_epsilon_of_a_norm_after_a_matmul_survives(eps: float, low: Any):
+    def rms_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+
+    def unit(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return y / (jnp.linalg.norm(y, axis=-1, keepdims=True) + eps)
+
+    x, w = normal(0, 3, 4), normal(1, 4, 8)
+    for fn in (rms_norm, unit):
+        assert_right(fn, low, x, w, wrt=(0, 1), rtol=2e-2)
+        assert (amped(fn, low)(jnp.zeros_like(x), w) == 0).all()
+
+
+@both
+def test_norm_of_hundreds_is_300_with_its_gradient(low: Any):
+    x = 100 * jnp.ones((3, 3))
+
+    def of_input(x: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(x)
+
+    def of_matmul(x: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(x @ jnp.eye(3, dtype=x.dtype))
+
+    for fn in (of_input, of_matmul):
+        value, gradient = jax.value_and_grad(amped(fn, low))(x)
+        np.testing.assert_allclose(value, 300, rtol=1e-3)
+        np.testing.assert_allclose(gradient, jnp.full((3, 3), 1 / 3), rtol=5e-3)
+        np.testing.assert_allclose(amped(jax.grad(fn), low)(x), jnp.full((3, 3), 1 / 3), rtol=5e-3)
+
+
+# -- softmax
+
+
+@both
+def test_log_softmax_over_50000_classes_is_right(low: Any):
+    def loss(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1)[:, 0]
+
+    args = normal(0, 2, 8), normal(1, 8, 50_000), jnp.array([7, 49_999])
+    assert_right(loss, low, *args, wrt=(0,))
+
+
+@both
+def test_difference_to_logsumexp_is_right(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return y - jax.nn.logsumexp(y, -1, keepdims=True)
+
+    args = normal(0, 3, 4), normal(1, 4, 6)
+    assert_right(fn, low, *args, wrt=(0, 1), rtol=2e-2)
+    assert set(dtypes_of("sub", jaxpr_of(amped(fn, low), *args))) == {"float32"}
+
+
+@both
+def test_subtraction_of_the_maximum_before_exp_runs_in_float32(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.exp(y - y.max(-1, keepdims=True)) @ w.T
+
+    jaxpr = jaxpr_of(amped(fn, low), normal(0, 3, 4), normal(1, 4, 6))
+    assert dtypes_of("sub", jaxpr) == ["float32"]
+    assert dtypes_of("exp", jaxpr) == ["float32"]
+    assert len(matmul_dtypes(jaxpr)) == 2
+    assert {name for pair in matmul_dtypes(jaxpr) for name in pair} == {jnp.dtype(low).name}
+
+
+@both
+def test_softmax_statistics_are_float32(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x @ w) @ w.T
+
+    jaxpr = jaxpr_of(amped(fn, low), normal(0, 3, 4), normal(1, 4, 6))
+    for primitive in ("sub", "exp", "reduce_sum", "div"):
+        assert dtypes_of(primitive, jaxpr) == ["float32"]
+
+
+# -- long sums
+
+TINY = 0.0025  # four of them make 0.01 in a matmul
+
+
+def _hundredth(w: jax.Array) -> jax.Array:
+    return (jnp.ones((1, 4), w.dtype) @ w)[0, 0]
+
+
+def _sum_by_scan(w: jax.Array) -> jax.Array:
+    xs = (jnp.ones((10_000, 4), w.dtype) @ w)[:, 0]
+    return lax.scan(lambda total, x: (total + x, None), jnp.zeros((), w.dtype), xs)[0]
+
+
+def _sum_by_fori_loop(w: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 10_000, lambda _, total: total + _hundredth(w), jnp.zeros((), w.dtype))
+
+
+def _sum_by_while_loop(w: jax.Array) -> jax.Array:
+    def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return carry[0] + 1, carry[1] + _hundredth(w)
+
+    return lax.while_loop(lambda carry: carry[0] < 10_000, body, (0, jnp.zeros((), w.dtype)))[1]
+
+
+def _sum_by_cumsum(w: jax.Array) -> jax.Array:
+    return jnp.cumsum((jnp.ones((10_000, 4), w.dtype) @ w)[:, 0])[-1]
+
+
+def _sum_by_associative_scan(w: jax.Array) -> jax.Array:
+    return lax.associative_scan(jnp.add, (jnp.ones((10_000, 4), w.dtype) @ w)[:, 0])[-1]
+
+
+def _sum_by_scatter(w: jax.Array) -> jax.Array:
+    updates = (jnp.ones((10_000, 4), w.dtype) @ w)[:, 0]
+    return jnp.zeros(3, w.dtype).at[jnp.zeros(10_000, int)].add(updates)[0]
+
+
+def _sum_by_segments(w: jax.Array) -> jax.Array:
+    updates = (jnp.ones((10_000, 4), w.dtype) @ w)[:, 0]
+    return jax.ops.segment_sum(updates, jnp.zeros(10_000, int), 3)[0]
+
+
+SUMS = [
+    _sum_by_scan,
+    _sum_by_fori_loop,
+    _sum_by_while_loop,
+    _sum_by_cumsum,
+    _sum_by_associative_scan,
+    _sum_by_scatter,
+    _sum_by_segments,
+]
+
+
+@both
+@pytest.mark.parametrize("total", SUMS, ids=lambda fn: fn.__name__.removeprefix("_sum_by_"))
+def test_ten_thousand_hundredths_make_a_hundred(total: Callable[[jax.Array], jax.Array], low: Any):
+    w = jnp.full((4, 1), TINY)
+    np.testing.assert_allclose(amped(total, low)(w), 100, rtol=5e-3)
+
+
+@both
+def test_gradient_of_a_long_sum_is_right(low: Any):
+    w = jnp.full((4, 1), TINY)
+    for total in (_sum_by_scan, _sum_by_cumsum, _sum_by_scatter, _sum_by_segments):
+        np.testing.assert_allclose(jax.grad(amped(total, low))(w), jnp.full((4, 1), 10_000.0), rtol=5e-3)
+
+
+@both
+def test_scatter_add_of_4096_hundredths_gives_40_96(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.zeros(2, x.dtype).at[jnp.ones(4096, int)].add((x @ w)[:, 0])
+
+    np.testing.assert_allclose(amped(fn, low)(jnp.ones((4096, 4)), jnp.full((4, 1), TINY)), [0, 40.96], rtol=5e-3)
+
+
+@both
+def test_batch_statistics_of_data_far_from_zero_are_right(low: Any):
+    """The matmul rounds each number to 0.5 (bfloat16); the statistics must add nothing to that."""
+
+    def two_pass(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.stack([y.mean(0), y.var(0)])
+
+    def one_pass(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.stack([y.mean(0), (y * y).mean(0) - y.mean(0) ** 2])
+
+    x, w = 100 + normal(0, 2048, 2), jnp.eye(2)
+    for fn in (two_pass, one_pass):
+        mean, var = amped(fn, low)(x, w)
+        np.testing.assert_allclose(mean, 100, rtol=2e-3)
+        np.testing.assert_allclose(var, x.var(0), rtol=6e-2)
+
+
+@both
+def test_variance_and_its_gradient_are_right(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.var(x @ w, -1)
+
+    assert_right(fn, low, normal(0, 3, 4), normal(1, 4, 64), wrt=(0, 1), rtol=2e-2)
+
+
+@both
+@pytest.mark.promotes
+def test_small_steps_of_an_optimizer_are_not_lost(low: Any):
+    optimizer = optax.adam(1e-5)
+
+    def step(w: jax.Array, state: Any, x: jax.Array) -> jax.Array:
+        grads = jax.grad(lambda w: jnp.sum(x @ w))(w)
+        updates, _ = optimizer.update(grads, state, w)
+        return optax.apply_updates(w, updates)
+
+    w = jnp.ones((4, 2))
+    moved = amped(step, low)(w, optimizer.init(w), jnp.ones((3, 4)))
+    np.testing.assert_allclose(moved - w, -1e-5, rtol=2e-2)
+
+
+# -- requests for precision
+
+
+@both
+@pytest.mark.parametrize("precision", ["highest", lax.Precision.HIGHEST, (lax.Precision.HIGHEST, lax.Precision.HIGHEST)])
+def test_highest_precision_stays_float32(precision: Any, low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.dot(x, w, precision=precision)
+
+    args = normal(0, 3, 4), normal(1, 4, 5)
+    assert matmul_dtypes(jaxpr_of(amped(fn, low), *args)) == [("float32", "float32")]
+    np.testing.assert_array_equal(amped(fn, low)(*args), fn(*args))
+
+
+@both
+def test_explicit_cast_from_bfloat16_to_float32_is_respected(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = (x @ w).astype(jnp.float32)
+        return jnp.tanh(y * y + y)
+
+    args = normal(0, 3, 4).astype(jnp.bfloat16), normal(1, 4, 5).astype(jnp.bfloat16)
+    jaxpr = jaxpr_of(amped(fn, low), *args)
+    for primitive in ("mul", "add", "tanh"):
+        assert dtypes_of(primitive, jaxpr) == ["float32"]
+    assert matmul_dtypes(jaxpr) == [("bfloat16", "bfloat16")]
+
+
+@both
+def test_float64_is_untouched(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w.T + 1e-12
+
+    with jax.enable_x64(True):
+        args = jr.normal(jr.key(0), (3, 4), jnp.float64), jr.normal(jr.key(1), (4, 5), jnp.float64)
+        assert matmul_dtypes(jaxpr_of(amped(fn, low), *args)) == [("float64", "float64")] * 2
+        np.testing.assert_array_equal(amped(fn, low)(*args), jax.jit(fn)(*args))
+        assert jax.grad(lambda *xs: amped(fn, low)(*xs).sum())(*args).dtype == jnp.float64
+
+
+# -- buffers
+
+ROWS = 64
+
+
+@both
+def test_float32_update_into_a_low_buffer_casts_no_buffer(low: Any):
+    def fn(x: jax.Array, w: jax.Array, row: jax.Array) -> jax.Array:
+        buffer = lax.dynamic_update_slice(x @ w, jnp.exp(row)[None], (3, 0))
+        return buffer @ w[:, :3]
+
+    args = normal(0, ROWS, 6), normal(1, 6, 6), normal(2, 6)
+    jaxpr = jaxpr_of(amped(fn, low), *args)
+    assert dtypes_of("dynamic_update_slice", jaxpr) == [jnp.dtype(low).name]
+    assert [eqn.invars[0] for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (ROWS, 6)] == [jaxpr.jaxpr.invars[0]]
+    assert_right(fn, low, *args, wrt=(0, 1, 2), rtol=2e-2)
+
+
+@both
+@pytest.mark.parametrize("write", ["dynamic_update_slice", "scatter"])
+def test_low_update_into_a_float32_buffer_casts_no_buffer(write: str, low: Any):
+    def fn(cache: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+        update = x @ w
+        return lax.dynamic_update_slice(cache, update, (3, 0)) if write != "scatter" else cache.at[3].set(update[0])
+
+    args = normal(0, ROWS, 4), normal(1, 1, 6), normal(2, 6, 4)
+    jaxpr = jaxpr_of(amped(fn, low), *args)
+    assert not [eqn for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (ROWS, 4)]
+    assert dtypes_of(write, jaxpr) == ["float32"]
+    out = amped(fn, low)(*args)
+    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(args[0], 3, 0))
+
+
+@both
+def test_cache_carried_by_a_scan_is_not_cast_whole(low: Any):
+    def fn(cache: jax.Array, xs: jax.Array, w: jax.Array) -> jax.Array:
+        def step(cache: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            i, row = x
+            return lax.dynamic_update_slice(cache, row[None] @ w, (i, 0)), None
+
+        return lax.scan(step, cache, (jnp.arange(len(xs)), xs))[0]
+
+    args = normal(0, ROWS, 4), normal(1, 5, 6), normal(2, 6, 4)
+    jaxpr = jaxpr_of(amped(fn, low), *args)
+    assert matmul_dtypes(jaxpr) == [(jnp.dtype(low).name,) * 2]
+    assert not [eqn for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (ROWS, 4)]
+
+
+# -- casts
+
+
+@both
+def test_weight_of_three_matmuls_is_cast_once(low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+
+    jaxpr = jaxpr_of(amped(fn, low), normal(0, 3, 4), normal(1, 4, 4))
+    assert len(matmul_dtypes(jaxpr)) == 3
+    assert len([eqn for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (4, 4)]) == 1
+
+
+CARRIED = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "copy")
+
+
+def chains(jaxpr: Any) -> Iterator[Any]:
+    """Casts from low to float32 and back again, with nothing but changes of shape between."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    made_by = {id(var): eqn for eqn in jaxpr.eqns for var in eqn.outvars}  # a literal has no hash
+    for eqn in jaxpr.eqns:
+        for inner in jec.jaxprs_in_params(eqn.params):
+            yield from chains(inner)
+        if eqn.primitive.name != "convert_element_type" or eqn.outvars[0].aval.dtype.itemsize != 2:
+            continue
+        source = made_by.get(id(eqn.invars[0]))
+        while source is not None and source.primitive.name in CARRIED:
+            source = made_by.get(id(source.invars[0]))
+        if source is not None and source.primitive.name == "convert_element_type":
+            if source.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+                yield source
+
+
+@both
+@pytest.mark.promotes
+@pytest.mark.parametrize("name", ["transformer", "eqx_norms", "eqx_mlp", "eqx_attention", "linen_norms", "optax_softmax"])
+def test_nothing_is_cast_up_and_down_again(name: str, low: Any):
+    program = next(p for p in PROGRAMS if p.name == name)
+    arrays, rest = _split(program.args())
+    jaxpr = jaxpr_of(lambda arrays: amped(program.fn, low)(*_join(arrays, rest)), arrays)
+    assert not list(chains(jaxpr))
+
+
+def _split(args: Any) -> tuple[list[Any], Any]:
+    leaves, tree = jax.tree.flatten(args)
+    return [x for x in leaves if isinstance(x, jax.Array)], (tree, [None if isinstance(x, jax.Array) else x for x in leaves])
+
+
+def _join(arrays: list[Any], rest: Any) -> Any:
+    it = iter(arrays)
+    return jax.tree.unflatten(rest[0], [next(it) if x is None else x for x in rest[1]])
+
+
+@jax.custom_jvp
+def _softsign(x: jax.Array) -> jax.Array:
+    return x / (1 + jnp.abs(x))
+
+
+_softsign.defjvps(lambda t, y, x: t / (1 + jnp.abs(x)) ** 2)
+
+BETWEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "jit": jax.jit(lambda x: jnp.tanh(x) + x),
+    "custom_jvp": _softsign,
+    "checkpoint": jax.checkpoint(lambda x: jnp.tanh(x) + x),
+    "cond": lambda x: lax.cond(x.shape[0] > jnp.array(2), lambda x: -x, lambda x: x + x, x),
+    "reshape": lambda x: x.reshape(2, -1).T.reshape(x.shape),
+}
+
+
+@both
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_lies_between_two_matmuls_costs_no_cast(between: str, low: Any):
+    def fn(x: jax.Array, w1: jax.Array, w2: jax.Array) -> jax.Array:
+        return BETWEEN[between](x @ w1) @ w2
+
+    args = normal(0, 4, 3), normal(1, 3, 6), normal(2, 6, 2)
+    jaxpr = jaxpr_of(amped(fn, low), *args)
+    of_floats = [eqn for eqn in casts(jaxpr) if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)]
+    assert len(of_floats) == 4, jaxpr  # the three arguments and the result
+    assert_right(fn, low, *args, wrt=(0, 1, 2), rtol=2e-2)
+
+
+# -- loops
+
+
+def _recurrence(h: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, length=4)[0]
+
+
+@both
+def test_scan_carry_keeps_float32_by_default(low: Any):
+    args = normal(0, 2, 4), normal(1, 4, 4)
+    jaxpr = jaxpr_of(amped(_recurrence, low), *args)
+    assert dtypes_of("scan", jaxpr) == ["float32"]
+    assert matmul_dtypes(jaxpr) == [(jnp.dtype(low).name,) * 2]
+    assert_right(_recurrence, low, *args, wrt=(0, 1), rtol=2e-2)
+
+
+@both
+def test_scan_carry_is_low_under_fast(low: Any):
+    args = normal(0, 2, 4), normal(1, 4, 4)
+    fast = amped(_recurrence, low, amp_policy="fast")
+    assert dtypes_of("scan", jaxpr_of(fast, *args)) == [jnp.dtype(low).name]
+    assert fast(*args).dtype == jnp.float32
+    assert_near(fast(*args), in_float64(_recurrence, *args), 5e-2)
+
+
+# -- amp_stop
+
+
+def _stop_inside(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jaxamp.amp_stop():
+        return x @ w
+
+
+@jaxamp.amp_stop
+def _stop_decorator(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ w
+
+
+@jax.jit
+def _stop_inside_jit(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jaxamp.amp_stop():
+        return x @ w
+
+
+def _stop_around_jit(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jaxamp.amp_stop():
+        return jax.jit(jnp.matmul)(x, w)
+
+
+def _stop_inside_scan(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda _, row: (None, _stop_inside(row, w)), None, x)[1]
+
+
+def _stop_around_scan(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jaxamp.amp_stop():
+        return lax.scan(lambda _, row: (None, row @ w), None, x)[1]
+
+
+def _stop_around_checkpoint(x: jax.Array, w: jax.Array) -> jax.Array:
+    with jaxamp.amp_stop():
+        return jax.checkpoint(jnp.matmul)(x, w)
+
+
+STOPS = [
+    _stop_inside,
+    _stop_decorator,
+    _stop_inside_jit,
+    _stop_around_jit,
+    _stop_inside_scan,
+    _stop_around_scan,
+    _stop_around_checkpoint,
+]
+
+
+@both
+@pytest.mark.parametrize("stopped", STOPS, ids=lambda fn: fn.__name__.removeprefix("_stop_"))
+def test_amp_stop_pins_float32_forwards_and_backwards(stopped: Callable[..., jax.Array], low: Any):
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return stopped(jnp.tanh(x @ w), w)
+
+    args = normal(0, 3, 4), normal(1, 4, 4)
+    name = jnp.dtype(low).name
+    assert sorted(matmul_dtypes(jaxpr_of(amped(fn, low), *args))) == sorted([(name, name), ("float32", "float32")])
+    of_gradient = matmul_dtypes(jaxpr_of(amped(jax.grad(lambda *xs: fn(*xs).sum(), (0, 1)), low), *args))
+    kept = {("float32", "float32")}
+    assert len([pair for pair in of_gradient if pair in kept]) >= 3
+    assert_right(fn, low, *args, wrt=(0, 1), rtol=2e-2)
+
+
+@both
+def test_amp_stop_around_the_call_pins_it_and_only_it(low: Any):
+    fn = amped(jnp.matmul, low)
+    x, w = 1 + normal(0, 3, 4) / 8, normal(1, 4, 4)
+    with jaxamp.amp_stop():
+        pinned = fn(x, w)
+    np.testing.assert_array_equal(pinned, jnp.matmul(x, w))
+    assert (fn(x, w) != pinned).any()
+    with jaxamp.amp_stop():
+        np.testing.assert_array_equal(fn(x, w), pinned)
+
+
+# -- devices
+
+
+def _sharded_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    def local(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.psum(jnp.sum(jnp.tanh(x @ w)), "devices")
+
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("devices")), out_specs=P())(w, x)
+
+
+def _all_reduces(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
+    return [
+        eqn.outvars[0].aval.dtype.name
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name.startswith("psum") and eqn.outvars[0].aval.shape == shape
+    ]
+
+
+@both
+def test_gradient_all_reduce_is_float32_by_default(low: Any):
+    w, x = normal(0, 4, 3), normal(1, 16, 4)
+    gradient = jax.grad(amped(_sharded_loss, low))
+    assert _all_reduces(jaxpr_of(gradient, w, x), w.shape) == ["float32"]
+    assert_near(gradient(w, x), in_float64(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), w, x), 2e-2)
+
+
+def test_gradient_all_reduce_is_low_where_the_policy_lowers_pvary():
+    policy = {**jaxamp.default_amp_policy, primitives()["pvary"]: jaxamp.use_compute_precision}
+    w, x = normal(0, 4, 3), normal(1, 16, 4)
+    gradient = jax.grad(amped(_sharded_loss, jnp.bfloat16, amp_policy=policy))
+    assert _all_reduces(jaxpr_of(gradient, w, x), w.shape) == ["bfloat16"]
+    assert_near(gradient(w, x), in_float64(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), w, x), 3e-2)
