@@ -1,0 +1,1 @@
+"""One question per file; run with `python -m benchmarks.<name>`."""
