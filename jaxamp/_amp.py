@@ -21,7 +21,7 @@ from ._compat import EARLY_INLINE, current_name_stack, open_jaxpr, scopes, under
 from ._interpreter import Interpreter
 from ._judge import Judge
 from ._plan import Plan, Planner
-from ._policy import Key, Lookup, Policy, load_policy
+from ._policy import Key, Lookup, Policy, load_policy, presets
 from ._standing import FREE, Value, float_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -269,8 +269,8 @@ def unmatched_keys(
 ) -> Callable[..., list[Key]]:
     """The keys of a policy that no operation of `fn` was found under, as a function of `fn`'s arguments.
 
-    A scope's name that is misspelt, or that a library has changed, is reported here. Keys that came with the default
-    policy are left out. Nothing is computed; `jax.ShapeDtypeStruct`s do for arrays.
+    A scope's name that is misspelt, or that a library has changed, is reported here. Keys that come with a preset are
+    left out. Nothing is computed; `jax.ShapeDtypeStruct`s do for arrays.
 
     >>> import jax.numpy as jnp, jaxamp
     >>> policy = jaxamp.default_amp_policy | {"atention": jaxamp.use_original_precision}
@@ -282,8 +282,12 @@ def unmatched_keys(
     def keys(*args: Any, **kwargs: Any) -> list[Key]:
         call, arrays = _split_call(fn, args, kwargs)
         plan, _, _ = plan_call(options, call, arrays)
-        default, found = load_policy("default"), _keys_of(plan)
-        return [key for key, rule in options.policy.items() if key not in found and default.get(key) != rule]
+        found, ours = _keys_of(plan), [load_policy(name) for name in presets()]
+        return [
+            key
+            for key, rule in options.policy.items()
+            if key not in found and not any(preset.get(key) == rule for preset in ours)
+        ]
 
     return keys
 

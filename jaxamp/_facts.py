@@ -51,3 +51,6 @@ ONE_TO_ONE = frozenset(
 
 # The first operand is a buffer that the others write into: it keeps its dtype and they follow.
 INTO_BUFFER = frozenset({"dynamic_update_slice", "scatter"})
+
+# Operands of size one along an axis are repeated along it.
+SPREADS = frozenset("add sub mul div rem pow max min atan2 nextafter complex".split())

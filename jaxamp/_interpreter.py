@@ -14,6 +14,7 @@ from jax import lax
 
 from . import _higher_order
 from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
+from ._facts import SPREADS
 from ._higher_order import bind
 from ._judge import How, apply_rule
 from ._plan import Plan, Planner, Step
@@ -56,6 +57,17 @@ class _Env:
         return self._casts[atom, dtype]
 
 
+def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
+    """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
+    rounded: its gradient is a sum along that axis, which then is a sum of float32."""
+    if isinstance(atom, Literal) or eqn.primitive.name not in SPREADS or dtype == float_dtype(atom.aval):
+        return env.read(atom, dtype)
+    x, shape = env.read(atom), eqn.outvars[0].aval.shape
+    if x.dtype == dtype or x.shape == shape:
+        return env.read(atom, dtype)
+    return cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
+
+
 class Interpreter:
     """Runs plans. The rewriter that higher-order rules are given."""
 
@@ -83,7 +95,7 @@ class Interpreter:
         if step.how is How.RULE:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
-        operands = [env.read(v, dtype) for v, dtype in zip(eqn.invars, step.reads, strict=True)]
+        operands = [_operand(env, eqn, v, dtype) for v, dtype in zip(eqn.invars, step.reads, strict=True)]
         if not step.touched:
             return bind(eqn, operands)
         if step.how is How.ALIAS:

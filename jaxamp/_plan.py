@@ -80,11 +80,11 @@ class Planner:
 
     def _demands(self, eqn: Any, verdict: Verdict, results: list[bool], path: Path) -> list[bool]:
         match verdict.how:
-            case How.ORIGINAL | How.WIDEST:
+            case How.ORIGINAL:
                 return [True] * len(eqn.invars)
             case How.LOW | How.RULE:
                 return [False] * len(eqn.invars)
-            case How.FOLLOW | How.ALIAS:
+            case How.FOLLOW | How.WIDEST | How.ALIAS:  # no preference of their own; a comparison, with no floats, none
                 floats = [r for r, v in zip(results, eqn.outvars, strict=True) if float_dtype(v.aval) is not None]
                 wide = all(floats) and self.judge.may_lower(eqn.outvars[0]) if verdict.how is How.ALIAS else all(floats)
                 return [wide] * len(eqn.invars)
@@ -135,7 +135,10 @@ class Planner:
             step = self._step(eqn, verdict, [read(v) for v in eqn.invars], wanted, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
-        return Plan(jaxpr, path, ins, tuple(steps), tuple(read(v) for v in body.outvars), any(s.touched for s in steps))
+        touched = any(s.touched for s in steps) or any(
+            value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
+        )
+        return Plan(jaxpr, path, ins, tuple(steps), tuple(read(v) for v in body.outvars), touched)
 
     def _step(self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], path: Path) -> Step:
         how, outs, reason = verdict.how, verdict.outs, verdict.reason

@@ -64,6 +64,11 @@ class _Table(NamedTuple):
 
     name: str
     text: str
+    folder: Path  # where a relative `extends` starts
+
+    @classmethod
+    def read(cls, name: str, path: Path) -> "_Table":
+        return cls(name, path.read_text(encoding="utf-8"), path.parent)
 
     def fail(self, word: str, expected: str, instead: str) -> NoReturn:
         whole = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
@@ -111,6 +116,12 @@ def _assignments(table: _Table, section: Mapping[str, Any]) -> dict[Primitive, R
     return rules
 
 
+def _base(table: _Table, extends: Any) -> Policy:
+    if not isinstance(extends, str):
+        table.fail("extends", "a preset's name or the path of a table after it", ' Write extends = "default".')
+    return load_policy(extends if extends in presets() else table.folder / extends)
+
+
 def _parse(table: _Table) -> dict[Key, Rule]:
     try:
         data = tomllib.loads(table.text)
@@ -124,7 +135,7 @@ def _parse(table: _Table) -> dict[Key, Rule]:
             table.fail(
                 section, "extends, description, [rules] or [scopes]", _nearest(section, ("rules", "scopes", "extends"))
             )
-    policy: dict[Key, Rule] = dict(load_policy(data["extends"])) if "extends" in data else dict(_PINS)
+    policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(_PINS)
     rules = dict(data.get("rules", {}))
     by_target = {target: rules.pop(target) for target in _TARGETS if target in rules}
     policy |= _assignments(table, rules)
@@ -146,8 +157,7 @@ def _parse(table: _Table) -> dict[Key, Rule]:
 
 @functools.cache
 def _preset(name: str) -> Policy:
-    text = (_folder() / f"{name}.toml").read_text(encoding="utf-8")
-    return MappingProxyType(_parse(_Table(f"policies/{name}.toml", text)))
+    return MappingProxyType(_parse(_Table.read(f"policies/{name}.toml", _folder() / f"{name}.toml")))
 
 
 def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -169,7 +179,7 @@ def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
         )
     path = Path(policy)
     if path.suffix == ".toml" and path.is_file():
-        return MappingProxyType(_parse(_Table(str(path), path.read_text(encoding="utf-8"))))
+        return MappingProxyType(_parse(_Table.read(str(path), path)))
     if path.suffix == ".toml":
         raise FileNotFoundError(
             f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
@@ -197,7 +207,7 @@ def _check_mapping(policy: Policy) -> None:
 
 
 def _is_glob(scope: str) -> bool:
-    return any(c in scope for c in "*?[")
+    return any(c in scope for c in "*?[/")
 
 
 def _glob_matches(glob: str, path: tuple[str, ...]) -> bool:

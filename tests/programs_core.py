@@ -26,7 +26,10 @@ def normal(*shapes: tuple[int, ...], seed: int = 0) -> Args:
 
     def args() -> tuple[Any, ...]:
         rng = np.random.default_rng(seed)
-        arrays = [rng.normal(size=shape) / (np.sqrt(shape[-2]) if i and len(shape) > 1 else 1) for i, shape in enumerate(shapes)]
+        arrays = [
+            rng.normal(size=shape) / (np.sqrt(shape[-2]) if i and len(shape) > 1 else 1)
+            for i, shape in enumerate(shapes)
+        ]
         return tuple(jnp.asarray(array, jnp.float32) for array in arrays)
 
     return args
@@ -123,13 +126,21 @@ def residual_block(x, a, b):
     return h @ b + jnp.ones((3,), x.dtype)
 
 
-@program(also(normal((6, 4), (3, 4, 5)), ints(2, 3, 1)), low=1, without={"vmap": "JAX has no vmap of ragged_dot but over the first dimension"})
+@program(
+    also(normal((6, 4), (3, 4, 5)), ints(2, 3, 1)),
+    low=1,
+    without={"vmap": "JAX has no vmap of ragged_dot but over the first dimension"},
+)
 def ragged_dot(x, w, sizes):
     return lax.ragged_dot(x, w, sizes)
 
 
 @program(
-    also(normal((4, 8), (8, 3)), lambda: jnp.asarray(np.arange(8).reshape(2, 4) - 3, jnp.int8), ints(1, -2, 3, 4, dtype=jnp.int8)),
+    also(
+        normal((4, 8), (8, 3)),
+        lambda: jnp.asarray(np.arange(8).reshape(2, 4) - 3, jnp.int8),
+        ints(1, -2, 3, 4, dtype=jnp.int8),
+    ),
     low=1,
     kept=1,
 )
@@ -944,7 +955,9 @@ def reference(x, a, b):
     return jax.freeze(ref) @ b
 
 
-@program(normal((5, 2, 4), (4, 3)), low=1, without={"vmap": "a reference made outside of a vmapped scan holds one value"})
+@program(
+    normal((5, 2, 4), (4, 3)), low=1, without={"vmap": "a reference made outside of a vmapped scan holds one value"}
+)
 def reference_in_scan(xs, w):
     total = jax.new_ref(jnp.zeros((2, 3), xs.dtype))
 

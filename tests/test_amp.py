@@ -414,6 +414,27 @@ def test_checks_of_jax_pass():
             jax.jit(fn)(W, jnp.ones((3, 4, 4)))
 
 
+@pytest.mark.parametrize("policy", jaxamp.presets())
+def test_bodies_that_run_as_written_take_low_operands(policy):
+    body = lambda h: jnp.exp(h) * 3.0
+    for nest in (
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda h: lax.cond(True, f, f, h),
+        lambda f: lambda h: lax.map(f, h),
+    ):
+        fn = jaxamp.amp(lambda x: nest(body)(x @ x).sum(), compute_dtype=jnp.bfloat16, amp_policy=policy)  # noqa: B023
+        np.testing.assert_allclose(jax.jit(fn)(W), body(W @ W).sum(), rtol=2e-2)
+
+
+@pytest.mark.parametrize("combine", [jnp.add, jnp.multiply])
+def test_gradients_of_what_is_repeated_are_summed_in_float32(combine):
+    x = jnp.ones((10001, 4))
+    loss = lambda b: jnp.sum(combine(x @ jnp.eye(4), b) @ jnp.eye(4))
+    for fn in (jax.grad(BF16(loss)), jax.jit(jax.grad(BF16(loss)))):
+        np.testing.assert_array_equal(fn(jnp.ones(4)), 10001.0)
+
+
 # -- bad input
 
 

@@ -84,6 +84,12 @@ def test_torch_promotes_like_torch():
     assert matmul_dtypes(jaxpr) == [LOW, LOW]
 
 
+def test_torch_keeps_bias_and_relu_low_between_linear_layers():
+    fn = lambda w, b, x: jax.nn.relu(x @ w + b) @ w
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy="torch"))(W, W[0], W)
+    assert dtypes_of("add", jaxpr) == dtypes_of("max", jaxpr) == ["bfloat16"]
+
+
 def test_a_table_can_be_stricter_for_float16():
     psum = primitives()["psum"]
     assert Lookup(jaxamp.default_amp_policy, np.dtype(jnp.float16))((), psum).rule is original
@@ -144,7 +150,8 @@ def test_pair_before_name_before_glob_at_one_scope():
         ("block_?", "block_3", True),
         ("block_?", "model/block_3/mlp", True),
         ("block_?", "block_13", False),
-        ("block_1/mlp", "model/block_1/mlp", False),  # not a glob: a scope of that very name
+        ("block_1/mlp", "model/block_1/mlp", True),
+        ("block_1/mlp", "model/block_1/x/mlp", False),
         ("block_*/mlp", "model/block_1/mlp/dense", True),
         ("block_*/mlp", "model/block_1/attention", False),
     ],
@@ -201,7 +208,7 @@ def test_unmatched_keys_are_told():
         "*/tail/*": original,
     }
     assert jaxamp.unmatched_keys(fn, amp_policy=policy)(W) == ["haed", ("head", lax.sin_p), "*/tail/*"]
-    assert jaxamp.unmatched_keys(fn)(W) == []
+    assert jaxamp.unmatched_keys(fn)(W) == jaxamp.unmatched_keys(fn, amp_policy="fast")(W) == []
     shapes = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     assert "haed" in jaxamp.unmatched_keys(fn, amp_policy=policy)(shapes)
 
@@ -304,6 +311,13 @@ def test_a_table_of_the_user(tmp_path):
     assert dtypes_of("tanh", jaxpr) == ["float32"]
 
 
+def test_a_table_extends_another_beside_it(tmp_path):
+    (tmp_path / "base.toml").write_text('extends = "conservative"\n[scopes]\nhead = "float32"')
+    policy = jaxamp.load_policy(table(tmp_path, 'extends = "base.toml"\n[scopes]\ntail = "float32"'))
+    assert policy["head"] is policy["tail"] is original
+    assert lax.tanh_p not in policy
+
+
 @pytest.mark.parametrize(
     ("text", "beats"),
     [
@@ -317,6 +331,7 @@ def test_a_table_of_the_user(tmp_path):
         ('[rule]\ncompute = ["exp"]', ["line 1", "'rule'", "[rules] or [scopes]", "Did you mean 'rules'?"]),
         ('[scopes]\nhead = "flot32"', ["line 2", "'flot32'", "a rule's name", "Did you mean 'float32'?"]),
         ('[scopes]\nhead = { ad = "float32" }', ["line 2", "'ad'", "primitive", "Did you mean"]),
+        ("extends = 3", ["line 1", "'extends'", "a preset's name", 'extends = "default"']),
         ("[rules\n", ["policy.toml", "not a TOML table", "line 1", "[rules] and [scopes]"]),
     ],
 )

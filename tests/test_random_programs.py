@@ -73,7 +73,6 @@ def random_programs(examples: int) -> settings:
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet)
 
 
-
 def compose(chosen: Steps) -> Op:
     wrapped = [WRAPS[wrap](OPS[op]) for op, wrap in chosen]
 
