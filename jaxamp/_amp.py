@@ -22,7 +22,7 @@ from ._interpreter import Interpreter
 from ._judge import Judge
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy, presets
-from ._standing import FREE, Value, float_dtype
+from ._standing import Value, float_dtype, standing_of_argument
 
 F = TypeVar("F", bound=Callable[..., Any])
 PolicyLike = Policy | str | Any  # Any: os.PathLike
@@ -140,7 +140,7 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     planner = Planner(Judge(options.lookup, options.compute_dtype))
-    ins = [Value(FREE, float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]
+    ins = [Value(standing_of_argument(v.aval), float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]
     plan = planner.plan(jaxpr, ins, [True] * len(open_jaxpr(jaxpr).outvars), call.path)
     return plan, planner, rest[-1]
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ._compat import Jaxpr, Literal, Primitive, Var, consts_of, open_jaxpr, scopes
-from ._facts import CARRIES, FIXED, INTO_BUFFER, ONE_TO_ONE, POSITIONS
+from ._facts import CARRIES, FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, POSITIONS
 from ._higher_order import Entry, describe
 from ._policy import Found, Lookup
 from ._rules import (
@@ -36,7 +36,9 @@ from ._standing import (
     combine,
     constant_standing,
     float_dtype,
+    is_wide_integer,
     may_lower,
+    standing_of_argument,
 )
 
 Path = tuple[str, ...]  # named scopes, outermost first
@@ -86,9 +88,10 @@ class Judge:
         return Value(standing, dtype)
 
     def standing_of_constant(self, const: Any) -> Standing:
-        """Numbers on the host are looked at; an array on a device is free, as an argument would be."""
-        if isinstance(const, jax.Array) or float_dtype(jax.typeof(const)) is None:
-            return FREE
+        """Numbers on the host are looked at; an array on a device stands as an argument does."""
+        aval = jax.typeof(const)
+        if isinstance(const, jax.Array) or not (float_dtype(aval) is not None or is_wide_integer(aval)):
+            return standing_of_argument(aval)
         return constant_standing(const, self.compute_dtype)
 
     def of_constants(self, jaxpr: Jaxpr) -> dict[Var, Standing]:
@@ -109,9 +112,7 @@ class Judge:
         env.update(zip(open_jaxpr(jaxpr).invars, ins, strict=True))
 
         def read(atom: Any) -> Standing:
-            if not isinstance(atom, Literal):
-                return env[atom]
-            return constant_standing(atom.val, self.compute_dtype) if float_dtype(atom.aval) is not None else FREE
+            return self.standing_of_constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         verdicts = []
         for eqn in open_jaxpr(jaxpr).eqns:
@@ -126,15 +127,17 @@ class Judge:
         if entry is not None and not _keeps_out(found):
             return self._enter(eqn, entry, ins, path, found)
         how, reason, standing = self._decide(eqn, ins, found)
-        floats = [float_dtype(v.aval) is not None for v in eqn.outvars]
-        outs: tuple[Standing, ...]
         if how is How.EACH:
-            outs = tuple(s if f else FREE for s, f in zip(ins, floats, strict=True))
-        elif how is How.RULE:
+            return Verdict(how, reason, tuple(ins), found)
+        floats = [standing] * len(eqn.outvars)
+        if how is How.RULE:
             values = [self.value(s, v.aval) for s, v in zip(ins, eqn.invars, strict=True)]
-            outs = tuple(value.standing for value in self.outs_of_rule(eqn, values, found.rule))
-        else:
-            outs = tuple(standing if f else FREE for f in floats)
+            floats = [value.standing for value in self.outs_of_rule(eqn, values, found.rule)]
+        integers = _standing_of_integers(eqn, ins)
+        outs = tuple(
+            s if float_dtype(v.aval) is not None else integers if is_wide_integer(v.aval) else FREE
+            for s, v in zip(floats, eqn.outvars, strict=True)
+        )
         return Verdict(how, reason, outs, found)
 
     def _decide(self, eqn: Any, ins: list[Standing], found: Found) -> tuple[How, str, Standing]:
@@ -150,7 +153,7 @@ class Judge:
             together = EXACT
         kept = together if together > EXACT else EXACT
         if eqn.primitive is lax.convert_element_type_p:
-            return self._decide_cast(eqn, together)
+            return self._decide_cast(eqn, ins[0])
         if name in POSITIONS:
             return How.ORIGINAL, "made from positions", POSITION
         if found.rule is use_original_precision:
@@ -186,8 +189,7 @@ class Judge:
         if new is None or not jnp.issubdtype(new, jnp.floating):
             return How.ORIGINAL, "not a float", FREE
         if not jnp.issubdtype(old, jnp.floating):
-            harmless = old == jnp.bool_ or old.itemsize == 1 or not jnp.issubdtype(old, jnp.integer)
-            return How.ORIGINAL, "made from positions" if not harmless else "an input", FREE if harmless else POSITION
+            return How.ORIGINAL, "made from positions" if operand is POSITION else "no low operand", operand
         if old == new:
             return How.ALIAS, "follows its operand", operand
         if new == self.compute_dtype:
@@ -206,7 +208,7 @@ class Judge:
         preferred = params.get("preferred_element_type")
         if preferred is not None and not may_lower(np.dtype(preferred), self.compute_dtype):
             return "another result dtype as written"
-        if POSITION in ins:
+        if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
             return "made from positions"
         if _asks_for_precision(params.get("precision")):
             return "asks for precision"
@@ -221,7 +223,9 @@ class Judge:
         low_carries = _is_by_primitive(found) and found.rule is use_inferred_precision
         into = list(ins)
         for operand, _ in entry.carries:
-            if float_dtype(eqn.invars[operand].aval) is not None:
+            if float_dtype(eqn.invars[operand].aval) is None:
+                into[operand] = standing_of_argument(eqn.invars[operand].aval)
+            else:
                 into[operand] = LOW if low_carries and into[operand] <= LOW else max(EXACT, into[operand])
         while True:
             results: list[list[Standing]] = [[] for _ in eqn.outvars]
@@ -239,9 +243,7 @@ class Judge:
                 results[result] = [into[operand]]
             if settled:
                 break
-        outs = tuple(
-            combine(s) if float_dtype(v.aval) is not None else FREE for s, v in zip(results, eqn.outvars, strict=True)
-        )
+        outs = tuple(map(combine, results))
         bodies = tuple(tuple(into[i] for i in body.operands) for body in entry.bodies)
         return Verdict(How.ENTER, "entered", outs, found, entry, bodies)
 
@@ -296,6 +298,13 @@ _WHY_NOT_LOW = {
 
 def _is_by_primitive(found: Found) -> bool:
     return found.key is not None and not isinstance(found.key, str)
+
+
+def _standing_of_integers(eqn: Any, ins: Sequence[Standing]) -> Standing:
+    """Of integers among the results: what is moved or cast stays what it was, what is computed may count places."""
+    if eqn.primitive.name in MOVES or eqn.primitive is lax.convert_element_type_p:
+        return combine(s for s, v in zip(ins, eqn.invars, strict=True) if is_wide_integer(v.aval))
+    return POSITION
 
 
 def _keeps_out(found: Found) -> bool:

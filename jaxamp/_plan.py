@@ -187,7 +187,9 @@ class Planner:
                 )
                 return low() if held_low and all(held_low) and representable else written()
             case How.EACH:
-                return step([v.dtype for v in ins], [Value(s, i.dtype) for s, i in zip(outs, ins, strict=True)])
+                rounds = eqn.primitive.name not in MOVES
+                dtypes = [d if rounds and w else v.dtype for v, d, w in zip(ins, original, wanted, strict=True)]
+                return step(dtypes, [Value(s, d) for s, d in zip(outs, dtypes, strict=True)])
             case How.BUFFER:
                 return low() if held_low[:1] == [True] else written()
             case How.ALIAS:

@@ -7,6 +7,9 @@
 - `EXACT`: the result of a float32 rule. No element-wise operation may round it; a matmul may.
 - `WIDE`: exact, and it may hold finite numbers beyond the compute dtype's range. A matmul clamps it.
 - `POSITION`: made from integer positions alone. Not even a matmul may round it.
+
+Wide integers have a standing too, `FREE` or `POSITION`, for they may become floats: an argument counts as a position, a
+small literal or a cast bool does not.
 """
 
 import enum
@@ -55,6 +58,20 @@ def float_dtype(aval: Any) -> np.dtype | None:
     return aval.dtype if isinstance(aval, jax.core.ShapedArray) and _is_float(aval.dtype) else None
 
 
+def is_wide_integer(aval: Any) -> bool:
+    """Integers that can count further than a low float can: not bools, not 8 bits."""
+    return (
+        isinstance(aval, jax.core.ShapedArray)
+        and bool(jnp.issubdtype(aval.dtype, jnp.integer))
+        and aval.dtype.itemsize > 1
+    )
+
+
+def standing_of_argument(aval: Any) -> Standing:
+    """The standing of what a function is given."""
+    return POSITION if is_wide_integer(aval) else FREE
+
+
 def may_lower(dtype: np.dtype | None, compute_dtype: np.dtype) -> bool:
     """Whether values of this dtype are ours to round: wider than the compute dtype, and not float64."""
     return dtype is not None and compute_dtype.itemsize < dtype.itemsize <= 4
@@ -68,7 +85,11 @@ def _limits(dtype: np.dtype) -> tuple[float, float]:
 
 def constant_standing(value: Any, compute_dtype: np.dtype) -> Standing:
     """The standing of a number, or an array of them, that is known while tracing: can the compute dtype hold it?"""
-    magnitude = np.abs(np.asarray(value))
+    value = np.asarray(value)
+    magnitude = np.abs(value)
+    if not _is_float(value.dtype):
+        counts_to = 2 ** (jnp.finfo(compute_dtype).nmant + 1)
+        return FREE if value.dtype.itemsize == 1 or magnitude.max(initial=0) <= counts_to else POSITION
     magnitude = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
     if not magnitude.size:
         return FREE
@@ -81,4 +102,5 @@ def constant_standing(value: Any, compute_dtype: np.dtype) -> Standing:
 def is_exact_in(value: Any, dtype: np.dtype) -> bool:
     """Whether a constant survives a cast to `dtype` unchanged."""
     value = np.asarray(value)
-    return bool(np.array_equal(value.astype(dtype).astype(value.dtype), value, equal_nan=True))
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(value.astype(dtype).astype(value.dtype), value, equal_nan=True))
