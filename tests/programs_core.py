@@ -228,41 +228,25 @@ def average_pooling(x, a, b):
 
 def _register_activations() -> None:
     nn = jax.nn
-    activations: dict[str, Callable[[Any], Any]] = {
-        "relu": nn.relu,
-        "relu6": nn.relu6,
-        "leaky_relu": nn.leaky_relu,
-        "elu": nn.elu,
-        "celu": nn.celu,
-        "selu": nn.selu,
-        "gelu_tanh": functools.partial(nn.gelu, approximate=True),
-        "gelu_erf": functools.partial(nn.gelu, approximate=False),
-        "silu": nn.silu,
-        "mish": nn.mish,
-        "softplus": nn.softplus,
-        "squareplus": nn.squareplus,
-        "sparse_plus": nn.sparse_plus,
-        "sparse_sigmoid": nn.sparse_sigmoid,
-        "sigmoid": nn.sigmoid,
-        "log_sigmoid": nn.log_sigmoid,
-        "soft_sign": nn.soft_sign,
-        "tanh": jnp.tanh,
-        "hard_tanh": nn.hard_tanh,
-        "hard_sigmoid": nn.hard_sigmoid,
-        "hard_silu": nn.hard_silu,
-        "glu": lambda x: nn.glu(jnp.concatenate([x, -x], axis=-1)),
-        "identity": nn.identity,
-        "softmax": nn.softmax,
-        "log_softmax": nn.log_softmax,
-        "logsumexp": lambda x: x - nn.logsumexp(x, axis=-1, keepdims=True),
-        "standardize": nn.standardize,
+    families: dict[str, list[Callable[[Any], Any]]] = {
+        "rectifiers": [nn.relu, nn.relu6, nn.leaky_relu],
+        "hard_activations": [nn.hard_tanh, nn.hard_sigmoid, nn.hard_silu],
+        "exponential_rectifiers": [nn.elu, nn.celu, nn.selu],
+        "gelu": [functools.partial(nn.gelu, approximate=True), functools.partial(nn.gelu, approximate=False)],
+        "smooth_rectifiers": [nn.silu, nn.mish, nn.identity],
+        "softplus": [nn.softplus, nn.squareplus, nn.sparse_plus],
+        "sigmoids": [nn.sigmoid, nn.sparse_sigmoid, nn.log_sigmoid],
+        "soft_steps": [jnp.tanh, nn.soft_sign, lambda x: nn.glu(jnp.concatenate([x, -x], axis=-1))],
+        "softmax": [nn.softmax],
+        "log_softmax": [nn.log_softmax, lambda x: x - nn.logsumexp(x, axis=-1, keepdims=True)],
+        "standardize": [nn.standardize],
     }
-    for name, activation in activations.items():
+    for name, family in families.items():
 
-        def fn(x, a, b, activation=activation):
-            return activation(x @ a) @ b
+        def fn(x, a, b, family=family):
+            return [activation(x @ a) @ b for activation in family]
 
-        PROGRAMS.append(Program(name, fn, MLP, low=2))
+        PROGRAMS.append(Program(name, fn, MLP, low=2 * len(family)))
 
 
 _register_activations()

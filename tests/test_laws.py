@@ -27,7 +27,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 SHARPER = {jnp.bfloat16: 1.0, jnp.float16: 0.25}
 # A derivative rounds twice: forwards and backwards.
 DERIVATIVE = 2.0
-HESSIANS = ("gelu_tanh", "softmax", "layer_norm", "rnn_by_scan", "custom_jvp_with_matmuls")
+HESSIANS = ("gelu", "softmax", "layer_norm", "rnn_by_scan", "custom_jvp_with_matmuls")
 
 
 def over(law: str, *dtypes: Any) -> Any:
