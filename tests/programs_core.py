@@ -228,41 +228,25 @@ def average_pooling(x, a, b):
 
 def _register_activations() -> None:
     nn = jax.nn
-    activations: dict[str, Callable[[Any], Any]] = {
-        "relu": nn.relu,
-        "relu6": nn.relu6,
-        "leaky_relu": nn.leaky_relu,
-        "elu": nn.elu,
-        "celu": nn.celu,
-        "selu": nn.selu,
-        "gelu_tanh": functools.partial(nn.gelu, approximate=True),
-        "gelu_erf": functools.partial(nn.gelu, approximate=False),
-        "silu": nn.silu,
-        "mish": nn.mish,
-        "softplus": nn.softplus,
-        "squareplus": nn.squareplus,
-        "sparse_plus": nn.sparse_plus,
-        "sparse_sigmoid": nn.sparse_sigmoid,
-        "sigmoid": nn.sigmoid,
-        "log_sigmoid": nn.log_sigmoid,
-        "soft_sign": nn.soft_sign,
-        "tanh": jnp.tanh,
-        "hard_tanh": nn.hard_tanh,
-        "hard_sigmoid": nn.hard_sigmoid,
-        "hard_silu": nn.hard_silu,
-        "glu": lambda x: nn.glu(jnp.concatenate([x, -x], axis=-1)),
-        "identity": nn.identity,
-        "softmax": nn.softmax,
-        "log_softmax": nn.log_softmax,
-        "logsumexp": lambda x: x - nn.logsumexp(x, axis=-1, keepdims=True),
-        "standardize": nn.standardize,
+    families: dict[str, list[Callable[[Any], Any]]] = {
+        "rectifiers": [nn.relu, nn.relu6, nn.leaky_relu],
+        "hard_activations": [nn.hard_tanh, nn.hard_sigmoid, nn.hard_silu],
+        "exponential_rectifiers": [nn.elu, nn.celu, nn.selu],
+        "gelu": [functools.partial(nn.gelu, approximate=True), functools.partial(nn.gelu, approximate=False)],
+        "smooth_rectifiers": [nn.silu, nn.mish, nn.identity],
+        "softplus": [nn.softplus, nn.squareplus, nn.sparse_plus],
+        "sigmoids": [nn.sigmoid, nn.sparse_sigmoid, nn.log_sigmoid],
+        "soft_steps": [jnp.tanh, nn.soft_sign, lambda x: nn.glu(jnp.concatenate([x, -x], axis=-1))],
+        "softmax": [nn.softmax],
+        "log_softmax": [nn.log_softmax, lambda x: x - nn.logsumexp(x, axis=-1, keepdims=True)],
+        "standardize": [nn.standardize],
     }
-    for name, activation in activations.items():
+    for name, family in families.items():
 
-        def fn(x, a, b, activation=activation):
-            return activation(x @ a) @ b
+        def fn(x, a, b, family=family):
+            return [activation(x @ a) @ b for activation in family]
 
-        PROGRAMS.append(Program(name, fn, MLP, low=2))
+        PROGRAMS.append(Program(name, fn, MLP, low=2 * len(family)))
 
 
 _register_activations()
@@ -547,17 +531,19 @@ def custom_vjp_with_static_arguments(x, a, b):
     return activated(jnp.tanh, 2.0, x, a) @ b
 
 
-@program(also(MLP, ints(1, 0, 1, 1)), low=2, without=NO_FORWARD)
-def custom_vjp_that_closes_over_arrays(x, a, b, mask):
+@program(low=2, without=NO_FORWARD)
+def custom_vjp_that_closes_over_arrays(x, a, b):
     table = np.linspace(0.5, 1.5, 8, dtype=np.float32)
+    with jax.ensure_compile_time_eval():  # an array that no trace has made
+        mask = jnp.array([True, False, True, True])
 
     @jax.custom_vjp
     def masked(h):
-        return jnp.where(mask[:, None] > 0, h * table.astype(h.dtype), 0)
+        return jnp.where(mask[:, None], h * table.astype(h.dtype), 0.0)
 
     masked.defvjp(
-        lambda h: (masked(h), mask),
-        lambda mask, g: (jnp.where(mask[:, None] > 0, g * table.astype(g.dtype), 0),),
+        lambda h: (masked(h), None),
+        lambda _, g: (jnp.where(mask[:, None], g * table.astype(g.dtype), 0.0),),
     )
     return masked(x @ a) @ b
 
@@ -719,7 +705,7 @@ def shard_map_with_psum_scatter(x, w):
     return jax.shard_map(local, mesh=mesh(), in_specs=(P("d"), P()), out_specs=P("d"))(x, w)
 
 
-@program(SHARDED, low=2, without={"vmap": "pmap is not to be nested in vmap with all devices in use"})
+@program(SHARDED, low=2)
 def pmap(x, a, b):
     return jax.pmap(lambda row: jnp.tanh(row @ a) @ b + lax.pmean(jnp.sum(row), "i"), axis_name="i")(x)
 
@@ -830,7 +816,7 @@ def shape_changes(x, a, b):
     return jnp.concatenate(jnp.split(h, 2), axis=1).squeeze() @ b
 
 
-@program(low=2)
+@program(low=2, rtol=4e-2)
 def reductions(x, a, b):
     h = x @ a
     return jnp.prod(jax.nn.sigmoid(h) @ b), jnp.sum(h), jnp.mean(h, 0), jnp.std(h), jnp.min(h), jnp.any(h > 0)
@@ -844,7 +830,7 @@ def clipping_and_choosing(x, a, b):
 
 # -- linear algebra, fed by matmuls
 
-FLOAT32_RULES = {"backward_matmuls": "the derivatives of decompositions are matmuls that ask for precision"}
+FLOAT32_RULES = {"backward_matmuls": "JAX differentiates a decomposition in float32, where it ran"}
 
 
 @program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
@@ -897,7 +883,7 @@ def error_functions(x, a, b):
 @program(low=2)
 def gamma_functions(x, a, b):
     h = jax.nn.softplus(x @ a) + 1
-    return (lax.lgamma(h) + lax.digamma(h) + lax.igamma(jnp.full_like(h, 2), h)) @ b
+    return (lax.lgamma(h) + lax.digamma(h)) @ b
 
 
 @program(low=2)
@@ -955,9 +941,7 @@ def reference(x, a, b):
     return jax.freeze(ref) @ b
 
 
-@program(
-    normal((5, 2, 4), (4, 3)), low=1, without={"vmap": "a reference made outside of a vmapped scan holds one value"}
-)
+@program(normal((5, 2, 4), (4, 3)), low=1)
 def reference_in_scan(xs, w):
     total = jax.new_ref(jnp.zeros((2, 3), xs.dtype))
 
