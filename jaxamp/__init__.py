@@ -1,6 +1,6 @@
 """Automatic mixed precision for JAX."""
 
-from importlib.metadata import version as _version
+from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
 from ._amp import amp as amp
@@ -18,7 +18,10 @@ from ._rules import use_original_precision as use_original_precision
 from ._rules import use_precision as use_precision
 from ._rules import use_widest_precision as use_widest_precision
 
-__version__ = _version("jaxamp")
+try:
+    __version__ = _metadata.version("jaxamp")
+except _metadata.PackageNotFoundError:  # a bare checkout
+    __version__ = "0+unknown"
 
 if TYPE_CHECKING:
     default_amp_policy: Policy

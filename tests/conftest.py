@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, a cache of compiled programs, and strict promotion where a test asks for nothing else."""
+"""Eight virtual CPU devices, quick compilation, and strict promotion where a test asks for nothing else."""
 
 import os
 

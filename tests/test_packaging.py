@@ -10,11 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ASK = "import jaxamp; print(jaxamp.__file__); print(*jaxamp.presets())"
+# No installation of this environment is to be seen: neither its metadata nor its editable path.
+HIDE = (
+    "import sys, importlib.metadata as m; real = m.version\n"
+    "def version(name):\n"
+    "    if name == 'jaxamp': raise m.PackageNotFoundError(name)\n"
+    "    return real(name)\n"
+    "m.version = version\n"
+)
 
 
 def ask(*paths):
     """Ask for the presets in a fresh interpreter that finds jaxamp under `paths`."""
-    code = f"import sys; sys.path[:0] = {[str(p) for p in paths]}; {ASK}"
+    code = f"{HIDE}sys.path[:0] = {[str(p) for p in paths]}\n{ASK}"
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd="/")
     where, presets = out.stdout.splitlines()
     return Path(where), presets.split()
