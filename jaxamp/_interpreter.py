@@ -30,7 +30,10 @@ def _saturate(x: Any, dtype: np.dtype) -> Any:
 
 def _cast_constant(x: Any, dtype: np.dtype) -> Any:
     """A constant in `dtype`, finite if it is finite, without an equation."""
-    x, largest = np.asarray(x), float(jnp.finfo(dtype).max)
+    x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    largest = float(jnp.finfo(dtype).max)
     return np.where(np.isfinite(x), np.clip(x, -largest, largest), x).astype(dtype)
 
 
@@ -40,14 +43,25 @@ class _Env:
     def __init__(self) -> None:
         self._values: dict[Var, tuple[Any, Value]] = {}
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
+        self._constants: dict[Var, Any] = {}
 
     def write(self, var: Var, x: Any, value: Value) -> None:
         self._values[var] = x, value
+
+    def postpone(self, eqn: Any) -> None:
+        """Spread a literal when it is read, in the dtype that it is read in."""
+        self._constants[eqn.outvars[0]] = eqn
 
     def read(self, atom: Any, dtype: np.dtype | None = None) -> Any:
         """The value of `atom` in `dtype`; None: in the dtype it is held in."""
         if isinstance(atom, Literal):
             return atom.val if dtype is None or atom.val.dtype == dtype else _cast_constant(atom.val, dtype)
+        if atom in self._constants:
+            dtype = atom.aval.dtype if dtype is None else dtype
+            if (atom, dtype) not in self._casts:
+                eqn = self._constants[atom]
+                (self._casts[atom, dtype],) = bind(eqn, [_cast_constant(v.val, dtype) for v in eqn.invars])
+            return self._casts[atom, dtype]
         x, value = self._values[atom]
         if dtype is None or value.dtype is None or x.dtype == dtype:
             return x
@@ -60,12 +74,11 @@ class _Env:
 def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
     """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
     rounded: its gradient is a sum along that axis, which then is a sum of float32."""
-    if isinstance(atom, Literal) or eqn.primitive.name not in SPREADS or dtype == float_dtype(atom.aval):
+    shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
+    if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or dtype == float_dtype(atom.aval):
         return env.read(atom, dtype)
-    x, shape = env.read(atom), eqn.outvars[0].aval.shape
-    if x.dtype == dtype or x.shape == shape:
-        return env.read(atom, dtype)
-    return cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
+    x = env.read(atom)
+    return x if x.dtype == dtype else cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
 
 
 class Interpreter:
@@ -84,6 +97,9 @@ class Interpreter:
             env.write(var, x, value)
         outer = current_name_stack()
         for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
+            if step.how is How.CONSTANT and plan.touched:
+                env.postpone(eqn)
+                continue
             info = eqn.source_info
             with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
                 outs = self._run(eqn, step, env)

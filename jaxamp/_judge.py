@@ -54,6 +54,7 @@ class How(enum.Enum):
     EACH = "each operand in the dtype it is held in"
     BUFFER = "in the dtype of its first operand"
     ALIAS = "a cast that has nothing to do"
+    CONSTANT = "a literal, spread in the dtype that its reader wants"
     RULE = "as a user's rule says"
     ENTER = "its inside is planned"
 
@@ -162,6 +163,8 @@ class Judge:
             return How.RULE, _source(found), kept
         if name in FIXED and not _rounds_nothing(eqn):
             return How.ORIGINAL, f"{name} has a fixed dtype", kept
+        if name in MOVES and together is FREE and all(isinstance(v, Literal) for v in eqn.invars):
+            return How.CONSTANT, "a constant", FREE
         mine = [self.may_lower(v) for v in eqn.invars if float_dtype(v.aval) is not None]
         if not any(mine):
             return How.ORIGINAL, "nothing to lower", together if floats else FREE

@@ -19,8 +19,8 @@ from ._facts import MOVES
 from ._higher_order import Entry
 from ._judge import How, Judge, Path, Verdict
 from ._policy import Key
-from ._rules import Rule, lowered_params, use_inferred_precision, use_original_precision
-from ._standing import FREE, LOW, Standing, Value, constant_standing, float_dtype, is_exact_in
+from ._rules import Rule, lowered_params, use_original_precision
+from ._standing import FREE, LOW, Standing, Value, constant_standing, float_dtype
 
 
 class Step(NamedTuple):
@@ -80,7 +80,7 @@ class Planner:
 
     def _demands(self, eqn: Any, verdict: Verdict, results: list[bool], path: Path) -> list[bool]:
         match verdict.how:
-            case How.ORIGINAL:
+            case How.ORIGINAL | How.CONSTANT:
                 return [True] * len(eqn.invars)
             case How.LOW | How.RULE:
                 return [False] * len(eqn.invars)
@@ -167,10 +167,7 @@ class Planner:
             if not isinstance(a, Literal) and v.dtype is not None
         ]
         match how:
-            case How.ORIGINAL:
-                if verdict.found.rule is use_inferred_precision and not all(wanted) and self._is_spread_constant(eqn):
-                    reason = "a constant that the compute dtype holds exactly"
-                    return low()
+            case How.ORIGINAL | How.CONSTANT:
                 return written()
             case How.LOW:
                 return low()
@@ -200,15 +197,6 @@ class Planner:
                 return step([None] * len(ins), self.judge.outs_of_rule(eqn, ins, verdict.found.rule))
             case How.ENTER:
                 return self._step_into(eqn, verdict, ins, wanted, path)
-
-    def _is_spread_constant(self, eqn: Any) -> bool:
-        """Whether the result repeats a literal that no rounding changes: `jnp.zeros`, the other side of a `where`."""
-        return (
-            eqn.primitive.name in MOVES
-            and all(isinstance(v, Literal) for v in eqn.invars)
-            and all(self.judge.may_lower(v) for v in eqn.outvars)
-            and all(is_exact_in(v.val, self.compute_dtype) for v in eqn.invars if self.judge.may_lower(v))
-        )
 
     def _step_into(self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], path: Path) -> Step:
         assert verdict.entry is not None

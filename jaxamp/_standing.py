@@ -97,10 +97,3 @@ def constant_standing(value: Any, compute_dtype: np.dtype) -> Standing:
     if float(magnitude.max()) > largest:
         return WIDE
     return EXACT if float(magnitude.min()) < smallest else FREE
-
-
-def is_exact_in(value: Any, dtype: np.dtype) -> bool:
-    """Whether a constant survives a cast to `dtype` unchanged."""
-    value = np.asarray(value)
-    with np.errstate(over="ignore"):
-        return bool(np.array_equal(value.astype(dtype).astype(value.dtype), value, equal_nan=True))

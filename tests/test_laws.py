@@ -38,7 +38,7 @@ def over(law: str, *dtypes: Any, values: bool = False) -> Any:
             program,
             dtype,
             id=f"{name}-{dtype.__name__}",
-            marks=[pytest.mark.promotes] if name in libraries else [],
+            marks=[pytest.mark.xdist_group(name), *([pytest.mark.promotes] if name in libraries else [])],
         )
         for name, program in TABLE.items()
         for dtype in dtypes
@@ -215,6 +215,11 @@ def contractions(jaxpr: Any) -> list[tuple[str, ...]]:
     ]
 
 
+@functools.cache
+def jaxpr_under_amp(name: str, dtype: Any) -> Any:
+    return jaxpr_of_arrays(TABLE[name], amp(TABLE[name].fn, dtype))
+
+
 # -- the laws
 
 
@@ -248,10 +253,9 @@ def test_the_oracle_tells_a_low_sum_from_a_float32_one():
     assert distance(np.asarray(low), x.sum()) > 0.1
 
 
-@over("types", *DTYPES)
+@over("types", jnp.bfloat16)
 def test_results_have_the_types_that_fn_gives_them(program, dtype):
-    want = jaxpr_of_arrays(program)
-    got = jaxpr_of_arrays(program, amp(program.fn, dtype))
+    want, got = jaxpr_of_arrays(program), jaxpr_under_amp(program.name, dtype)
     assert [(a.shape, a.dtype, a.weak_type) for a in got.out_avals] == [
         (a.shape, a.dtype, a.weak_type) for a in want.out_avals
     ]
@@ -265,7 +269,7 @@ def test_an_empty_policy_leaves_the_jaxpr_equal(program, dtype):
 
 @over("matmuls", *DTYPES)
 def test_matmuls_are_low_as_counted(program, dtype):
-    found = matmul_dtypes(jaxpr_of_arrays(program, amp(program.fn, dtype)))
+    found = matmul_dtypes(jaxpr_under_amp(program.name, dtype))
     low = [pair for pair in found if set(pair) == {dtype.__name__}]
     assert (len(low), len(found) - len(low)) == (program.low, program.kept), found
     assert not [pair for pair in found if len(set(pair)) > 1]
@@ -277,10 +281,11 @@ def test_values_are_near_float64(program, dtype):
     assert_near(got, oracle(program.name), tolerance(program, dtype))
 
 
-@over("jit", jnp.bfloat16, values=True)
-def test_jit_of_amp_is_near_float64(program, dtype):
-    fn = jax.jit(of_floats(program, amp(program.fn, dtype)))
-    assert_near(fn(*floats_of(program)), oracle(program.name), tolerance(program, dtype))
+@over("jit", jnp.bfloat16)
+def test_jit_of_amp_has_the_jaxpr_of_amp(program, dtype):
+    fn, arrays = of_arrays(program, amp(program.fn, dtype))
+    (call,) = jaxpr_of(jax.jit(fn, keep_unused=True), *arrays).eqns
+    assert skeleton(call.params["jaxpr"]) == skeleton(jaxpr_under_amp(program.name, dtype))
 
 
 @over("vmap", jnp.bfloat16, values=True)
@@ -292,11 +297,9 @@ def test_vmap_of_amp_is_near_float64(program, dtype):
 
 
 @over("twice", jnp.bfloat16)
-def test_amp_of_amp_is_amp(program, dtype):
-    once = amp(program.fn, dtype)
-    twice = amp(once, dtype)
-    assert matmul_dtypes(jaxpr_of_arrays(program, twice)) == matmul_dtypes(jaxpr_of_arrays(program, once))
-    assert_near(twice(*program.args()), called_twice(program.name)[0], tolerance(program, dtype) / 4)
+def test_amp_of_amp_has_the_jaxpr_of_amp(program, dtype):
+    twice = amp(amp(program.fn, dtype), dtype)
+    assert skeleton(jaxpr_of_arrays(program, twice)) == skeleton(jaxpr_under_amp(program.name, dtype))
 
 
 @over("grad", *DTYPES)
