@@ -68,7 +68,7 @@ class _Call(NamedTuple):
 
     tree: Any
     static: tuple[Any, ...]
-    types: tuple[type, ...]  # 1, 1.0 and True are equal keys
+    kinds: tuple[Any, ...]  # tells 1, 1.0 and True apart, and 0.0 and -0.0
     path: tuple[str, ...]  # the named scopes around the call
 
     def __call__(self, *arrays: Any) -> Any:
@@ -86,19 +86,27 @@ class _Rest(NamedTuple):
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.Ref | jax.ShapeDtypeStruct)
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.Ref)
 
 
-def _split(tree: Any) -> tuple[list[Any], tuple[Any, ...], Any]:
+def _is_argument(x: Any) -> bool:
+    return _is_array(x) or isinstance(x, jax.ShapeDtypeStruct)  # to plan a call, a shape does
+
+
+def _split(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], tuple[Any, ...], Any]:
     leaves, structure = jtu.tree_flatten(tree)
-    arrays = [x for x in leaves if _is_array(x)]
-    return arrays, tuple(_ARRAY if _is_array(x) else x for x in leaves), structure
+    arrays = [x for x in leaves if is_array(x)]
+    return arrays, tuple(_ARRAY if is_array(x) else x for x in leaves), structure
 
 
 def _split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, list[Any]]:
     """`fn` is split too: an Equinox module or a `jax.tree_util.Partial` is a function with arrays in it."""
-    arrays, static, tree = _split((fn, args, kwargs))
-    return _Call(tree, static, tuple(map(type, static)), scopes(current_name_stack())), arrays
+    arrays, static, tree = _split((fn, args, kwargs), _is_argument)
+    return _Call(tree, static, tuple(map(_kind, static)), scopes(current_name_stack())), arrays
+
+
+def _kind(x: Any) -> Any:
+    return repr(x) if isinstance(x, float | complex) else type(x)
 
 
 # Leaves that can't change under our feet, so that a trace made with them may be used again. An object of a user's class
@@ -134,7 +142,7 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
     rest: list[_Rest] = []
 
     def flat(*xs: Any) -> list[Any]:
-        out, static, tree = _split(call(*xs))
+        out, static, tree = _split(call(*xs), _is_array)
         rest.append(_Rest(tree, static))
         return out
 
@@ -177,7 +185,7 @@ def amp(fn: Any = None, *, compute_dtype: Any = jnp.float16, amp_policy: PolicyL
     Args:
         fn: The function: any JAX code, with arguments and results of any pytrees. Python numbers, strings, functions
             and other leaves that are no arrays are constants of the trace.
-        compute_dtype: The low precision dtype, `float16` or `bfloat16`.
+        compute_dtype: The low precision dtype, `float16` or `bfloat16`; `float32` leaves the function as it is.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `torch`), or the path of a TOML table.
 
@@ -197,6 +205,9 @@ def amp(fn: Any = None, *, compute_dtype: Any = jnp.float16, amp_policy: PolicyL
       float32.
     - JAX forgets the named scopes around a `jit` while it traces the inside: a scope reaches an `amp` called inside
       of a jitted function only if it is opened there.
+    - A `jax.custom_vjp` or `jax.custom_jvp` function that is defined inside of `fn` and closes over an argument of `fn`
+      can't be differentiated from outside, as with `grad(jit(fn))`. Pass the value as an argument, or write
+      `amp(grad(fn))`.
     - Called outside of `jit`, the function is compiled once for each structure of its arguments, as with `jax.jit`: its
       Python side effects happen when it is traced.
     """
@@ -206,12 +217,16 @@ def amp(fn: Any = None, *, compute_dtype: Any = jnp.float16, amp_policy: PolicyL
     return _amp(fn, options=options)
 
 
-def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
+def _check_function(name: str, fn: Any) -> None:
     if not callable(fn):
         raise TypeError(
-            f"amp got {fn!r}, of type {type(fn).__name__}; expected a function. "
-            "Write jaxamp.amp(loss_fn), and give the options by name: jaxamp.amp(loss_fn, compute_dtype=jnp.bfloat16)."
+            f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write jaxamp.{name}(loss_fn), "
+            f"and give the options by name: jaxamp.{name}(loss_fn, compute_dtype=jnp.bfloat16)."
         )
+
+
+def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
+    _check_function("amp", fn)
 
     def compiled(call: _Call) -> Callable[..., tuple[list[Any], _Rest]]:
         flat = _flat(options, call)
@@ -277,6 +292,7 @@ def unmatched_keys(
     >>> unmatched_keys(lambda x: x @ x, amp_policy=policy)(jnp.ones((2, 2)))
     ['atention']
     """
+    _check_function("unmatched_keys", fn)
     options = check_options(compute_dtype, amp_policy)
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:

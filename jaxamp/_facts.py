@@ -19,7 +19,7 @@ FIXED = frozenset(
     """.split()
 )
 
-# The result holds values of the operands and nothing else: there is no rounding to be spared by running it wide.
+# Nothing is rounded: the result holds values of the operands, or their signs or places. Running it wide spares nothing.
 MOVES = frozenset(
     """
     abs all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k argmax argmin broadcast_in_dim
@@ -34,12 +34,15 @@ MOVES = frozenset(
 
 # What goes in as a position, or as a number beyond the compute dtype's range, comes out as one. Everything else
 # (sin, cos, exp, a matmul with weights, ...) ends it.
-CARRIES = MOVES | frozenset(
+PRESERVES = MOVES | frozenset(
     """
     add add_any ceil convert_element_type cumsum div floor integer_pow mul psum psum_invariant reduce_sum
     reduce_window_sum rem round scatter-add scatter-sub square sub
     """.split()
 )
+
+# Integers among the results are places, not values of the operands.
+PLACES = frozenset("argmax argmin top_k approx_top_k".split())
 
 # Floats that count places: not to be rounded, not even by a matmul.
 POSITIONS = frozenset({"iota"})

@@ -7,6 +7,7 @@ replaces the jaxprs among the parameters and keeps every other parameter, whatev
 A rule is given the rewriter, so that this module need not know the interpreter.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +70,11 @@ def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
 
 
 def _one_to_one(eqn: Any, param: str) -> Body:
+    if param not in eqn.params:
+        raise ValueError(
+            f"{eqn.primitive} is registered with its jaxpr in the parameter {param!r}; expected one of its parameters: "
+            f"{', '.join(eqn.params)}. Write register_higher_order(primitive, 'the right one')."
+        )
     return Body(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)), param)
 
 
@@ -183,17 +189,19 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
         traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
-        saved = _Saved(moving, jtu.tree_structure(shapes[1]), tuple(traced.out_avals[results:]), inside.outs[results:])
-        return _cast_all(out[:results], plan.outs), jtu.Partial(saved, *out[results:])
+        # The backward rule is traced here, where the axes that its collectives name are bound.
+        tree, cotangents = jtu.tree_structure(shapes[1]), [v.aval.to_tangent_aval() for v in eqn.outvars]
+        back = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(tree, leaves)(cts))(
+            traced.out_avals[results:], cotangents
+        )
+        incoming = [Value(LOW if o.standing is LOW else EXACT, o.dtype) for o in plan.outs]
+        back_plan = rewriter.plan(back, [*inside.outs[results:], *incoming], plan.path)
+        return _cast_all(out[:results], plan.outs), jtu.Partial(_Saved(moving, back_plan), *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         saved: _Saved = residuals.func
         cotangents = [_instantiate(c, o.dtype) for c, o in zip(cotangents, plan.outs, strict=True)]
-        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
-        traced = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(saved.tree, leaves)(cts))(saved.avals, avals)
-        incoming = [Value(LOW if o.standing is LOW else EXACT, o.dtype) for o in plan.outs]
-        inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
-        out = dict(zip(saved.moving, rewriter.evaluate(inside, [*residuals.args, *cotangents]), strict=True))
+        out = dict(zip(saved.moving, rewriter.evaluate(saved.plan, [*residuals.args, *cotangents]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
     fun.defvjp(forward, backward, symbolic_zeros=True)
@@ -222,13 +230,12 @@ def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     return fun
 
 
-class _Saved(NamedTuple):
-    """What is known while tracing of the residuals between a custom_vjp's two rules."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Saved:
+    """What is known while tracing of the way back: the operands that it leads to, and its plan."""
 
     moving: tuple[int, ...]
-    tree: Any
-    avals: tuple[Any, ...]
-    values: tuple[Value, ...]
+    plan: Any
 
     def __call__(self, *args: Any) -> None:
         """A `Partial` wants a callable; this one is a label."""

@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 
 from ._compat import Jaxpr, Literal, Primitive, Var, consts_of, open_jaxpr, scopes
-from ._facts import CARRIES, FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, POSITIONS
+from ._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES
 from ._higher_order import Entry, describe
-from ._policy import Found, Lookup
+from ._policy import Found, Lookup, load_policy
 from ._rules import (
     Rule,
     use_compute_precision,
@@ -75,6 +75,7 @@ class Judge:
         self.lookup = lookup
         self.compute_dtype = compute_dtype
         self._judged: dict[Any, Any] = {}
+        self._constants: dict[int, tuple[Any, Standing]] = {}
 
     # -- values
 
@@ -89,11 +90,15 @@ class Judge:
         return Value(standing, dtype)
 
     def standing_of_constant(self, const: Any) -> Standing:
-        """Numbers on the host are looked at; an array on a device stands as an argument does."""
+        """What can be looked at while tracing is; large arrays, and those of outer traces, stand as arguments do."""
         aval = jax.typeof(const)
-        if isinstance(const, jax.Array) or not (float_dtype(aval) is not None or is_wide_integer(aval)):
+        if not (float_dtype(aval) is not None or is_wide_integer(aval)):
+            return FREE
+        if isinstance(const, jax.Array) and not _is_small_and_here(const):
             return standing_of_argument(aval)
-        return constant_standing(const, self.compute_dtype)
+        if id(const) not in self._constants:
+            self._constants[id(const)] = (const, constant_standing(const, self.compute_dtype))
+        return self._constants[id(const)][1]
 
     def of_constants(self, jaxpr: Jaxpr) -> dict[Var, Standing]:
         pairs = zip(open_jaxpr(jaxpr).constvars, consts_of(jaxpr), strict=True)
@@ -150,24 +155,27 @@ class Judge:
             if float_dtype(atom.aval) is not None and not _takes_any_dtype(atom, standing)
         ]
         together = combine(floats)
-        if name not in CARRIES and together > EXACT:
+        if name not in PRESERVES and together > EXACT:
             together = EXACT
         kept = together if together > EXACT else EXACT
+        if found.rule not in _KNOWN:
+            return How.RULE, _source(found), kept
         if eqn.primitive is lax.convert_element_type_p:
             return self._decide_cast(eqn, ins[0])
         if name in POSITIONS:
             return How.ORIGINAL, "made from positions", POSITION
         if found.rule is use_original_precision:
             return How.ORIGINAL, _source(found), kept
-        if found.rule not in _KNOWN:
-            return How.RULE, _source(found), kept
         if name in FIXED and not _rounds_nothing(eqn):
             return How.ORIGINAL, f"{name} has a fixed dtype", kept
+        if not _is_by_primitive(found) and eqn.primitive not in load_policy("default"):
+            return How.ORIGINAL, f"not entered: {name}", kept
         if name in MOVES and together is FREE and all(isinstance(v, Literal) for v in eqn.invars):
             return How.CONSTANT, "a constant", FREE
         mine = [self.may_lower(v) for v in eqn.invars if float_dtype(v.aval) is not None]
         if not any(mine):
-            return How.ORIGINAL, "nothing to lower", together if floats else FREE
+            widens = any(self.may_lower(v) for v in eqn.outvars)  # asked for by `preferred_element_type`
+            return How.ORIGINAL, "nothing to lower", kept if floats and widens else together
         if found.rule is use_compute_precision:
             refusal = self._refuses(eqn, ins)
             if refusal is None:
@@ -211,6 +219,8 @@ class Judge:
         preferred = params.get("preferred_element_type")
         if preferred is not None and not may_lower(np.dtype(preferred), self.compute_dtype):
             return "another result dtype as written"
+        if any(s is not FREE and isinstance(v, Literal) for s, v in zip(ins, eqn.invars, strict=True)):
+            return "a constant is out of range"
         if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
             return "made from positions"
         if _asks_for_precision(params.get("precision")):
@@ -222,14 +232,14 @@ class Judge:
     # -- higher-order equations
 
     def _enter(self, eqn: Any, entry: Entry, ins: list[Standing], path: Path, found: Found) -> Verdict:
-        """Judge the bodies. A carry is exact; where the policy lets it follow, low if every round leaves it low."""
+        """Judge the bodies. A carry is exact; where the policy lets it follow, low if a round makes it low."""
         low_carries = _is_by_primitive(found) and found.rule is use_inferred_precision
         into = list(ins)
         for operand, _ in entry.carries:
             if float_dtype(eqn.invars[operand].aval) is None:
                 into[operand] = standing_of_argument(eqn.invars[operand].aval)
             else:
-                into[operand] = LOW if low_carries and into[operand] <= LOW else max(EXACT, into[operand])
+                into[operand] = into[operand] if low_carries else max(EXACT, into[operand])
         while True:
             results: list[list[Standing]] = [[] for _ in eqn.outvars]
             for body in entry.bodies:
@@ -242,7 +252,7 @@ class Judge:
                     continue
                 after = combine([into[operand], *results[result]])
                 if after is not into[operand]:
-                    into[operand], settled = max(after, EXACT), False
+                    into[operand], settled = after, False
                 results[result] = [into[operand]]
             if settled:
                 break
@@ -291,6 +301,7 @@ def apply_rule(rule: Rule, compute_dtype: np.dtype, eqn: Any, operands: Sequence
 
 _KNOWN = (use_compute_precision, use_inferred_precision, use_original_precision, use_widest_precision)
 _OUTER = "an outer product"
+_SMALL = 2**20  # entries of an array that are looked at while tracing
 _WHY_NOT_LOW = {
     FREE: "no low operand",
     EXACT: "an operand must not be rounded",
@@ -305,9 +316,16 @@ def _is_by_primitive(found: Found) -> bool:
 
 def _standing_of_integers(eqn: Any, ins: Sequence[Standing]) -> Standing:
     """Of integers among the results: what is moved or cast stays what it was, what is computed may count places."""
-    if eqn.primitive.name in MOVES or eqn.primitive is lax.convert_element_type_p:
+    if eqn.primitive is lax.convert_element_type_p:
+        old = eqn.invars[0].aval
+        return ins[0] if is_wide_integer(old) else POSITION if float_dtype(old) is not None else FREE
+    if eqn.primitive.name in MOVES - PLACES:
         return combine(s for s, v in zip(ins, eqn.invars, strict=True) if is_wide_integer(v.aval))
     return POSITION
+
+
+def _is_small_and_here(array: jax.Array) -> bool:
+    return not isinstance(array, jax.core.Tracer) and array.is_fully_addressable and array.size <= _SMALL
 
 
 def _keeps_out(found: Found) -> bool:

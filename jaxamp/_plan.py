@@ -54,6 +54,7 @@ class Planner:
         self.judge = judge
         self.compute_dtype = judge.compute_dtype
         self._plans: dict[Any, Plan] = {}
+        self._wanted: dict[Any, dict[Var, bool]] = {}
 
     def fresh(self) -> "Planner":
         return Planner(Judge(self.judge.lookup, self.compute_dtype))
@@ -103,7 +104,10 @@ class Planner:
         for body, ins in zip(verdict.entry.bodies, verdict.bodies, strict=True):
             verdicts, _ = self.judge.read(body.jaxpr, ins, inner)
             outs = [results[r] for r in body.results] if body.results else [True] * len(open_jaxpr(body.jaxpr).outvars)
-            wants = self._wants(body.jaxpr, verdicts, outs, inner)
+            key = (id(body.jaxpr), ins, tuple(outs), inner)
+            if key not in self._wanted:  # the judge holds the jaxpr, so that its id stays taken
+                self._wanted[key] = self._wants(body.jaxpr, verdicts, outs, inner)
+            wants = self._wanted[key]
             for operand, var in zip(body.operands, open_jaxpr(body.jaxpr).invars, strict=True):
                 wide[operand] &= wants.get(var, True)
         for operand, result in verdict.entry.carries:

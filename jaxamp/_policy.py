@@ -64,20 +64,30 @@ class _Table(NamedTuple):
 
     name: str
     text: str
-    folder: Path  # where a relative `extends` starts
+    chain: tuple[Path, ...]  # the tables that extend one another, this one last
 
-    @classmethod
-    def read(cls, name: str, path: Path) -> "_Table":
-        return cls(name, path.read_text(encoding="utf-8"), path.parent)
+    @property
+    def folder(self) -> Path:
+        """Where a relative `extends` starts."""
+        return self.chain[-1].parent
 
     def fail(self, word: str, expected: str, instead: str) -> NoReturn:
         whole = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
         lines = enumerate(self.text.splitlines(), 1)
-        line = next((number for number, text in lines if whole.search(text.split("#")[0])), 0)
-        raise ValueError(f"{self.name}, line {line}: got {word!r}; expected {expected}.{instead}")
+        line = next((f", line {number}" for number, text in lines if whole.search(text.split("#")[0])), "")
+        raise ValueError(f"{self.name}{line}: got {word!r}; expected {expected}.{instead}")
+
+
+def _section(table: _Table, data: Mapping[str, Any], name: str, form: str) -> dict[str, Any]:
+    section = data.get(name, {})
+    if not isinstance(section, dict):
+        table.fail(name, "a section", f" Write [{form}] on a line of its own, and the entries below it.")
+    return section
 
 
 def _primitive(table: _Table, name: Any) -> Primitive | None:
+    if not isinstance(name, str):
+        table.fail(str(name), "the name of a JAX primitive", " Write for example 'dot_general'.")
     if name in primitives():
         return primitives()[name]
     if name in NOT_EVERYWHERE:
@@ -119,7 +129,11 @@ def _assignments(table: _Table, section: Mapping[str, Any]) -> dict[Primitive, R
 def _base(table: _Table, extends: Any) -> Policy:
     if not isinstance(extends, str):
         table.fail("extends", "a preset's name or the path of a table after it", ' Write extends = "default".')
-    return load_policy(extends if extends in presets() else table.folder / extends)
+    if extends in presets():
+        return _preset(extends)
+    if (table.folder / extends).resolve() in table.chain:
+        table.fail(extends, "a table that doesn't extend itself", ' Write extends = "default".')
+    return _load_table(table.folder / extends, table.chain)
 
 
 def _parse(table: _Table) -> dict[Key, Rule]:
@@ -136,15 +150,16 @@ def _parse(table: _Table) -> dict[Key, Rule]:
                 section, "extends, description, [rules] or [scopes]", _nearest(section, ("rules", "scopes", "extends"))
             )
     policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(_PINS)
-    rules = dict(data.get("rules", {}))
-    by_target = {target: rules.pop(target) for target in _TARGETS if target in rules}
+    rules = dict(_section(table, data, "rules", "rules"))
+    by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
+    rules = {word: names for word, names in rules.items() if word not in _TARGETS}
     policy |= _assignments(table, rules)
-    for target, section in by_target.items():
-        for primitive, rule in _assignments(table, section).items():
+    for target, entries in by_target.items():
+        for primitive, rule in _assignments(table, entries).items():
             old = policy.get(primitive, use_original_precision)
             default, special = old if isinstance(old, ByTarget) else (old, {})
             policy[primitive] = ByTarget(default, {**special, target: rule})  # type: ignore[assignment]
-    for scope, entry in data.get("scopes", {}).items():
+    for scope, entry in _section(table, data, "scopes", "scopes").items():
         if not isinstance(entry, dict):
             policy[scope] = _rule(table, entry)
             continue
@@ -157,7 +172,17 @@ def _parse(table: _Table) -> dict[Key, Rule]:
 
 @functools.cache
 def _preset(name: str) -> Policy:
-    return MappingProxyType(_parse(_Table.read(f"policies/{name}.toml", _folder() / f"{name}.toml")))
+    path = _folder() / f"{name}.toml"
+    return MappingProxyType(_parse(_Table(f"policies/{name}.toml", path.read_text(encoding="utf-8"), (path,))))
+
+
+def _load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
+    if path.suffix != ".toml" or not path.is_file():
+        raise FileNotFoundError(
+            f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
+            "Write its path, or a preset's name: " + ", ".join(presets()) + "."
+        )
+    return MappingProxyType(_parse(_Table(str(path), path.read_text(encoding="utf-8"), (*chain, path.resolve()))))
 
 
 def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -177,14 +202,8 @@ def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
             f"amp_policy is {policy!r}, of type {type(policy).__name__}; expected a mapping, a preset's name or a "
             "path. Write for example amp_policy='default'."
         )
-    path = Path(policy)
-    if path.suffix == ".toml" and path.is_file():
-        return MappingProxyType(_parse(_Table.read(str(path), path)))
-    if path.suffix == ".toml":
-        raise FileNotFoundError(
-            f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
-            "Write the path of an existing TOML file, or a preset's name: " + ", ".join(presets()) + "."
-        )
+    if Path(policy).suffix == ".toml":
+        return _load_table(Path(policy))
     raise ValueError(
         f"amp_policy is {str(policy)!r}; expected a preset or the path of a .toml file. "
         f"The presets are {', '.join(presets())}.{_nearest(str(policy), presets())}"

@@ -101,7 +101,12 @@ def use_inferred_precision(
 
 def use_precision(dtype: Any) -> Rule:
     """A rule that runs the operation in `dtype`, whatever the compute dtype is."""
-    target = np.dtype(dtype)
+    try:
+        target = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"use_precision got {dtype!r}; expected a float dtype. Write for example use_precision(jnp.float32)."
+        ) from None
 
     def use_given_precision(
         compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any

@@ -96,4 +96,5 @@ def constant_standing(value: Any, compute_dtype: np.dtype) -> Standing:
     smallest, largest = _limits(compute_dtype)
     if float(magnitude.max()) > largest:
         return WIDE
-    return EXACT if float(magnitude.min()) < smallest else FREE
+    # One small number is an epsilon; among the entries of an array they are everywhere.
+    return EXACT if value.ndim == 0 and float(magnitude.min()) < smallest else FREE

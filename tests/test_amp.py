@@ -20,6 +20,10 @@ from jax.interpreters import mlir
 from program import dtypes_of, equations, matmul_dtypes
 
 import jaxamp
+from jaxamp._amp import check_options
+from jaxamp._judge import Judge
+from jaxamp._plan import Planner
+from jaxamp._standing import FREE, Value
 
 BF16 = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
 LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")
@@ -146,6 +150,8 @@ def test_results_that_are_no_arrays_go_with_the_shapes_of_the_call():
 def test_equal_python_numbers_of_other_types_are_other_calls():
     fn = BF16(lambda x, k: (x, type(k)))
     assert [fn(W, k)[1] for k in (1, 1.0, True, 1)] == [int, float, bool, int]
+    sign = BF16(lambda x, k: jnp.signbit(x * k))
+    assert [bool(sign(jnp.ones(()), k)) for k in (0.0, -0.0, 0.0)] == [False, True, False]
 
 
 def test_integers_keys_and_float64_are_never_touched():
@@ -156,6 +162,11 @@ def test_integers_keys_and_float64_are_never_touched():
     with jax.enable_x64(True):
         args = i, key, jnp.ones((2, 2), jnp.float64)
         assert str(jax.make_jaxpr(BF16(fn))(*args)) == str(jax.make_jaxpr(fn)(*args))
+
+
+def test_shapes_among_the_results_are_results():
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert BF16(lambda x: (x, shape))(W)[1] is shape
 
 
 def test_weak_types_survive():
@@ -275,6 +286,18 @@ def test_under_jit_nothing_is_kept_alive():
     assert alive() is None
 
 
+def test_a_backward_rule_may_use_a_collective_of_a_vmapped_axis():
+    @jax.custom_vjp
+    def summed(x):
+        return lax.psum(x @ x, "i")
+
+    summed.defvjp(lambda x: (summed(x), x), lambda x, g: (lax.psum(g @ x, "i"),))
+    loss = lambda f: lambda x: jax.vmap(f, axis_name="i")(x).sum()
+    fn, x = (lambda x: summed(x @ x)), jnp.stack([W, W])
+    got, want = jax.grad(loss(BF16(fn)))(x), jax.grad(loss(fn))(x)
+    np.testing.assert_allclose(got, want, rtol=5e-2, atol=5e-2 * float(jnp.abs(want).max()))
+
+
 def test_no_tracer_leaks():
     @jax.custom_vjp
     def cubed(x):
@@ -299,6 +322,23 @@ def test_importing_starts_no_backend():
         "from jax._src import xla_bridge as b; assert not b._backends, b._backends"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_planning_shared_bodies_costs_no_more_than_their_number():
+    reads = []
+    fn = lambda x: jnp.tanh(x @ x)
+    for _ in range(12):
+        fn = jax.jit(lambda x, fn=fn: fn(fn(x)))
+
+    class Counting(Planner):
+        def _wants(self, *args):
+            reads.append(1)
+            return super()._wants(*args)
+
+    options = check_options(jnp.bfloat16, "default")
+    jaxpr = jax.make_jaxpr(fn)(W)
+    Counting(Judge(options.lookup, options.compute_dtype)).plan(jaxpr, [Value(FREE, W.dtype)], [True], ())
+    assert len(reads) < 100
 
 
 # -- what survives the rewriting
@@ -449,8 +489,22 @@ def test_what_is_no_function_is_refused():
         jaxamp.amp(3)
     with pytest.raises(TypeError, match=r"amp_stop got 3, of type int.*with jaxamp.amp_stop\(\):"):
         jaxamp.amp_stop(3)
+    with pytest.raises(TypeError, match=r"unmatched_keys got 3, of type int.*jaxamp.unmatched_keys\(loss_fn\)"):
+        jaxamp.unmatched_keys(3)
     with pytest.raises(TypeError, match=r"register_higher_order got 'scan', of type str.*my_call_p"):
         jaxamp.register_higher_order("scan")
+    with pytest.raises(
+        TypeError, match=r"use_precision got 'bf'; expected a float dtype.*use_precision\(jnp.float32\)"
+    ):
+        jaxamp.use_precision("bf")
+
+
+def test_a_registered_parameter_that_is_not_there_is_told():
+    call = Primitive("my_other_call")
+    call.def_abstract_eval(lambda aval, body: aval)
+    jaxamp.register_higher_order(call, "jaxpr")
+    with pytest.raises(ValueError, match=r"my_other_call .*parameter 'jaxpr'; expected one of its parameters: body"):
+        BF16(lambda x: call.bind(x, body=None))(W)
 
 
 def test_an_error_of_the_function_comes_through_untouched():

@@ -701,3 +701,66 @@ def test_gradient_all_reduce_is_low_where_the_policy_lowers_pvary():
     gradient = jax.grad(amped(_sharded_loss, jnp.bfloat16, amp_policy=policy))
     assert _all_reduces(jaxpr_of(gradient, w, x), w.shape) == ["bfloat16"]
     assert_near(gradient(w, x), in_float64(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), w, x), 3e-2)
+
+
+# -- integers
+
+
+@both
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: jnp.argmax(x).astype(x.dtype),
+        lambda x: lax.top_k(x, 1)[1][0].astype(x.dtype),
+        lambda x: (x[2577] * 2577).astype(jnp.int32).astype(x.dtype),
+        lambda x: jnp.cumsum(x >= 0)[2576].astype(x.dtype),
+    ],
+    ids=["argmax", "top_k", "rounded", "cumsum"],
+)
+def test_places_are_not_rounded_by_a_matmul(low: Any, place: Any):
+    x = jnp.zeros(4096).at[2577].set(1.0)
+    assert amped(lambda x: (place(x)[None, None] @ jnp.ones((1, 1)))[0, 0], low)(x) == 2577.0
+
+
+@both
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x: jnp.where(x > 0, x, 0),
+        lambda x: x * (x > 0).astype(jnp.int32).astype(x.dtype),
+        lambda x: x * jnp.asarray(np.array([1, 0, 1, 1], np.int32)).astype(x.dtype),
+    ],
+    ids=["where", "cast", "constant"],
+)
+def test_small_integers_are_harmless(low: Any, mask: Any):
+    assert matmul_dtypes(jaxpr_of(amped(lambda x, w: mask(x) @ w, low), normal(0, 3, 4), normal(1, 4, 4))) == [
+        (jnp.dtype(low).name,) * 2
+    ]
+
+
+# -- requests and constants
+
+
+@both
+def test_a_wide_result_that_the_user_asks_of_low_operands_stays_wide(low: Any):
+    def fn(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        y = lax.dot(x.astype(low), w.astype(low), preferred_element_type=jnp.float32)
+        return (y + b - 1.0) @ jnp.ones((1, 1))
+
+    one = jnp.ones((1, 1))
+    np.testing.assert_allclose(amped(fn, low)(one, one, one * 1e-3), 1e-3, rtol=1e-2)
+
+
+@both
+@pytest.mark.parametrize("make", [jnp.full, np.full])
+def test_a_mask_that_is_closed_over_stays_finite(low: Any, make: Any):
+    mask = make((2, 2), -1e9, jnp.float32)
+    out = amped(lambda x: (x @ x + mask) @ jnp.zeros((2, 2)), low)(jnp.ones((2, 2)))
+    np.testing.assert_array_equal(out, 0.0)
+
+
+@both
+def test_small_entries_of_a_closed_over_array_are_no_epsilons(low: Any):
+    bias = np.array([1e-7, 1.0, 2.0, 3.0], np.float32)
+    jaxpr = jaxpr_of(amped(lambda x: jnp.tanh(x @ x + bias) @ x, low), normal(0, 4, 4))
+    assert dtypes_of("add", jaxpr) == [jnp.dtype(low).name]

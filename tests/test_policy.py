@@ -9,7 +9,7 @@ from program import dtypes_of, matmul_dtypes
 
 import jaxamp
 from jaxamp._compat import NOT_EVERYWHERE, primitives
-from jaxamp._facts import CARRIES, FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, POSITIONS
+from jaxamp._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS
 from jaxamp._policy import Lookup
 from jaxamp._rules import ByTarget
 
@@ -60,7 +60,7 @@ def test_default_policy_is_a_mapping_that_can_be_extended_but_not_changed():
 
 def test_facts_and_tables_name_primitives_that_exist():
     known = set(primitives()) | NOT_EVERYWHERE
-    for fact in (CARRIES, FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, POSITIONS):
+    for fact in (FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS):
         assert fact <= known
 
 
@@ -277,6 +277,47 @@ def test_carries_follow_only_where_the_loop_itself_has_a_key():
         assert dtypes_of("scan", jaxpr) == [carry]
 
 
+@pytest.mark.parametrize("rule", [infer, compute])
+def test_a_scope_never_lowers_what_is_not_entered(rule):
+    def fn(x):
+        y = x @ x
+        with jax.named_scope("net"):
+            called = jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+            return called, jnp.linalg.solve(y + jnp.eye(4), y), lax.composite(lambda y: y * 2.0, "my.twice")(y)
+
+    policy = jaxamp.default_amp_policy | {"net": rule}
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy))(W)
+    for primitive in ("pure_callback", "composite"):
+        assert dtypes_of(primitive, jaxpr) == ["float32"]
+    jax.jit(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy)).lower(W)
+
+
+def test_a_scope_under_compute_never_makes_an_epsilon_zero():
+    def fn(x):
+        with jax.named_scope("net"):
+            return x @ x + 1e-12
+
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, amp_policy=jaxamp.default_amp_policy | {"net": compute}))(W)
+    assert dtypes_of("add", jaxpr) == ["float32"]
+
+
+def test_a_users_rule_is_called_for_casts_too():
+    seen = []
+
+    def spy(compute_dtype, original_dtypes, *invars, **bind_params):
+        seen.append(bind_params["new_dtype"])
+        return invars, bind_params
+
+    jaxamp.amp(lambda i: i.astype(jnp.float32), amp_policy={lax.convert_element_type_p: spy})(jnp.arange(3))
+    assert set(seen) == {np.dtype("float32")}
+
+
+def test_carries_under_fast_are_low_only_if_a_round_makes_them_low():
+    amped = lambda fn: jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy="fast")
+    assert amped(lambda x: lax.while_loop(lambda c: c < 300.0, lambda c: c + 1.0, x))(jnp.zeros(())) == 300.0
+    assert amped(lambda x: lax.fori_loop(0, 300, lambda i, c: c + 1.0, x))(jnp.zeros(())) == 300.0
+
+
 # -- tables of the user
 
 
@@ -332,6 +373,11 @@ def test_a_table_extends_another_beside_it(tmp_path):
         ('[scopes]\nhead = "flot32"', ["line 2", "'flot32'", "a rule's name", "Did you mean 'float32'?"]),
         ('[scopes]\nhead = { ad = "float32" }', ["line 2", "'ad'", "primitive", "Did you mean"]),
         ("extends = 3", ["line 1", "'extends'", "a preset's name", 'extends = "default"']),
+        ("rules = 3", ["line 1", "'rules'", "a section", "[rules] on a line of its own"]),
+        ('scopes = "x"', ["line 1", "'scopes'", "a section", "[scopes] on a line of its own"]),
+        ('[rules]\nfloat16 = ["div"]', ["line 2", "'float16'", "a section", "[rules.float16] on a line of its own"]),
+        ('[rules]\nfloat32 = [["tanh"]]', ["\"['tanh']\"", "the name of a JAX primitive", "'dot_general'"]),
+        ('extends = "policy.toml"', ["line 1", "'policy.toml'", "doesn't extend itself", 'extends = "default"']),
         ("[rules\n", ["policy.toml", "not a TOML table", "line 1", "[rules] and [scopes]"]),
     ],
 )
