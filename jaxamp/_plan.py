@@ -85,10 +85,10 @@ class Planner:
                 return [True] * len(eqn.invars)
             case How.LOW | How.RULE:
                 return [False] * len(eqn.invars)
-            case How.FOLLOW | How.WIDEST | How.ALIAS:  # no preference of their own; a comparison, with no floats, none
+            case How.FOLLOW | How.WIDEST | How.ALIAS:  # they want what their results are wanted as
                 floats = [r for r, v in zip(results, eqn.outvars, strict=True) if float_dtype(v.aval) is not None]
-                wide = all(floats) and self.judge.may_lower(eqn.outvars[0]) if verdict.how is How.ALIAS else all(floats)
-                return [wide] * len(eqn.invars)
+                narrows = verdict.how is How.ALIAS and not self.judge.may_lower(eqn.outvars[0])
+                return [all(floats) and not narrows] * len(eqn.invars)
             case How.EACH:
                 return results
             case How.BUFFER:
