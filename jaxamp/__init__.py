@@ -17,6 +17,17 @@ from ._rules import use_inferred_precision as use_inferred_precision
 from ._rules import use_original_precision as use_original_precision
 from ._rules import use_precision as use_precision
 from ._rules import use_widest_precision as use_widest_precision
+from ._scaled_grad import dynamic_scale_grad as dynamic_scale_grad
+from ._scaled_grad import dynamic_scale_tx as dynamic_scale_tx
+from ._scaled_grad import dynamic_scale_value_and_grad as dynamic_scale_value_and_grad
+from ._scaler import DynamicLossScaler as DynamicLossScaler
+from ._scaler import DynamicScalerState as DynamicScalerState
+from ._scaler import scaler_metrics as scaler_metrics
+from ._tree import all_finite as all_finite
+from ._tree import cast_floating as cast_floating
+from ._tree import cast_floating_like as cast_floating_like
+from ._tree import tree_where as tree_where
+from ._update import update_if_finite as update_if_finite
 
 try:
     __version__ = _metadata.version("jaxamp")

@@ -85,3 +85,18 @@ def primitives() -> dict[str, Primitive]:
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]
+
+
+def zeros_like_aval(aval: Any) -> jax.Array:
+    """Zeros of a type: of its weakness, its sharding and, in `shard_map`, the axes that it varies along."""
+    from jax._src import ad_util
+
+    return ad_util.zeros_like_aval(aval)
+
+
+def as_varying_as(aval: Any, x: jax.Array) -> jax.Array:
+    """`x`, in `shard_map` varying along the axes that `aval` varies along. `jax.lax.pvary` became `pcast` in 0.11."""
+    from jax._src import core
+
+    varying = tuple(aval.mat.varying)
+    return core.pvary(x, varying) if varying else x

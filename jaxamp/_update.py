@@ -1,0 +1,55 @@
+"""`update_if_finite`: an optimizer step that a non-finite gradient leaves no trace of."""
+
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import optax
+
+from ._tree import tree_where, wider
+
+Model = TypeVar("Model")
+
+
+def update_if_finite(
+    model: Model, optimizer: optax.GradientTransformation, opt_state: Any, grads: Any, finite: Any, **extra_args: Any
+) -> tuple[Model, Any]:
+    """Take an optimizer step if the gradients are finite.
+
+    If they are not, the model and all of the optimizer's state come back bit for bit: moments, schedule counts, the
+    micro-batches of an `optax.MultiSteps`. So a schedule counts the steps that were taken.
+
+    Args:
+        model: The parameters: an Equinox module, or any pytree. Leaves that are no floating-point arrays stay as they
+            are.
+        optimizer: Any Optax optimizer, initialised with `eqx.filter(model, eqx.is_inexact_array)`; for a pytree of
+            floating-point arrays, that is the model itself.
+        opt_state: Its state.
+        grads: The gradients, unscaled: what `dynamic_scale_grad` returns. Clipping belongs into the optimizer, with
+            `optax.chain`.
+        finite: Whether to take the step, a scalar bool: `state.finite` of the scaler's next state, or
+            `jaxamp.all_finite(grads)`.
+        **extra_args: For optimizers that take more, such as `value=loss` for `optax.contrib.reduce_on_plateau`.
+
+    Returns:
+        The model and the state of the optimizer, in the dtypes that they had.
+
+    >>> import jax.numpy as jnp, jaxamp, optax
+    >>> model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
+    >>> model, _ = update_if_finite(model, optimizer, optimizer.init(model), {"w": jnp.ones(2)}, jnp.array(True))
+    >>> model
+    {'w': Array([0.5, 0.5], dtype=float32)}
+    """
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    optimizer = optax.with_extra_args_support(optimizer)
+    updates, new_state = optimizer.update(grads, opt_state, params, **extra_args)
+    new_params = jax.tree.map(_added, params, updates, is_leaf=lambda x: x is None)
+    return eqx.combine(tree_where(finite, new_params, params), static), tree_where(finite, new_state, opt_state)
+
+
+def _added(param: Any, update: Any) -> Any:
+    """`param + update` in the wider of their dtypes, and then in the parameter's."""
+    if param is None or update is None:
+        return param
+    wide = wider(param.dtype, update.dtype)
+    return (param.astype(wide) + update.astype(wide)).astype(param.dtype)
