@@ -103,4 +103,4 @@ def as_varying_as(aval: Any, x: jax.Array) -> jax.Array:
     """`x`, in `shard_map` varying along the axes that `aval` varies along. `jax.lax.pvary` became `pcast` in 0.11."""
     from jax._src import core
 
-    return core.pvary(x, tuple(aval.mat.varying))
+    return core.pvary(x, tuple(aval.mat.varying - jax.typeof(x).mat.varying))
