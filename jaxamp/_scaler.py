@@ -34,6 +34,7 @@ class DynamicScalerState(NamedTuple):
     """A dynamic loss scaler: a pytree of scalars, to be carried from step to step and saved in checkpoints.
 
     Arrays, NumPy scalars and Python numbers are accepted for each field. The first five are those of jaxamp 0.0.4.
+    Orbax restores into arrays only: give it `state.as_arrays()` to restore into.
 
     Attributes:
         patience: How many finite steps to wait before the one that raises the scale.
