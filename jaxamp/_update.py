@@ -40,6 +40,11 @@ def update_if_finite(
     >>> model, _ = update_if_finite(model, optimizer, optimizer.init(model), {"w": jnp.ones(2)}, jnp.array(True))
     >>> model
     {'w': Array([0.5, 0.5], dtype=float32)}
+
+    **Sharp edges**
+
+    - Optax makes moments in the dtype of the parameters, and here they stay in it. For parameters in float16 or
+      bfloat16, initialise the optimizer with `jaxamp.cast_floating(params, jnp.float32)`.
     """
     params, static = eqx.partition(model, is_inexact)
     grads = jax.tree.map(lambda p, g: None if p is None else g, params, grads, is_leaf=_is_none)

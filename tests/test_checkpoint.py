@@ -116,7 +116,17 @@ def test_the_next_state_does_not_depend_on_what_numbers_are_made_of(compiled):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
-@pytest.mark.parametrize("make", [State, State.torch, State.deepspeed, State.megatron, State.no_op])
+@pytest.mark.parametrize(
+    "make",
+    [
+        State,
+        State.torch,
+        State.deepspeed,
+        State.megatron,
+        State.no_op,
+        lambda: State(patience=3, scaler=8.0).as_arrays(),
+    ],
+)
 def test_the_second_step_from_a_fresh_state_is_not_traced_anew(jit, make):
     traces = []
 

@@ -99,11 +99,13 @@ def compiled(name, params_dtype, moments_dtype):
 
 table = pytest.mark.parametrize("name", OPTIMIZERS)
 # Gradients are float32, as from `dynamic_scale_grad`, and so are moments, whatever the parameters are.
-params_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LOW = "adamw_warmup_cosine clip_adam multi_steps apply_if_finite adafactor reduce_on_plateau typed_key".split()
+table_and_dtypes = pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in OPTIMIZERS), *((name, "bfloat16") for name in LOW)]
+)
 
 
-@table
-@params_dtype
+@table_and_dtypes
 @pytest.mark.promotes
 def test_a_finite_step_is_the_step_that_optax_takes(name, dtype):
     optimizer, step, traces = compiled(name, dtype, "float32")
@@ -118,8 +120,7 @@ def test_a_finite_step_is_the_step_that_optax_takes(name, dtype):
     assert len(traces) == 1
 
 
-@table
-@params_dtype
+@table_and_dtypes
 @pytest.mark.promotes
 def test_a_skipped_step_leaves_no_trace_and_compiles_nothing(name, dtype):
     optimizer, step, traces = compiled(name, dtype, "float32")
