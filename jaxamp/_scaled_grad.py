@@ -78,11 +78,18 @@ def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _underflow(grads: Any) -> jax.Array:
-    """The share of entries of scaled gradients that are zero, or subnormal in float16."""
+def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether gradients divided by `scale` are finite, and the share of entries lost before: float16 subnormals, zeros.
+
+    In one pass over them: the sum that counts what is lost is NaN if an entry is not finite.
+    """
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    lost = [jnp.sum(jnp.abs(x) < _SMALLEST_NORMAL, dtype=jnp.float32) for x in leaves]
-    return sum(lost, start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
+    lost = [
+        jnp.sum(jnp.where(jnp.isfinite(unscaled(x, scale)), (jnp.abs(x) < _SMALLEST_NORMAL).astype(jnp.float32), jnp.nan))
+        for x in leaves
+    ]
+    share = sum(lost, start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
+    return ~jnp.isnan(share), share
 
 
 # -- running
@@ -97,12 +104,10 @@ class _Evaluated(NamedTuple):
 
 
 def _evaluated(grads: Any, scale: jax.Array, axis_name: Any, assemble: Callable[[Any], Any]) -> _Evaluated:
-    underflow = _underflow(grads)
-    grads = unscaled(grads, scale)
-    finite = all_finite(grads)
+    finite, underflow = _judged(grads, scale)
     if axis_name is not None:
         finite, underflow = agreed(finite, axis_name), lax.pmean(underflow, axis_name)
-    return _Evaluated(assemble(grads), finite, underflow)
+    return _Evaluated(assemble(unscaled(grads, scale)), finite, underflow)
 
 
 def _step(
