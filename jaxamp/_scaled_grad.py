@@ -70,8 +70,9 @@ def unscaled(tree: Any, scale: jax.Array) -> Any:
 
 def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
     def leaf(x: Any) -> Any:
-        if not is_inexact(x):
+        if not (is_inexact(x) or isinstance(x, float | complex)):
             return x
+        x = jnp.asarray(x)  # NumPy's float64 is float32, unless the user asked for 64 bits
         wide = wider(x.dtype, jnp.float32)
         return op(x.astype(wide), jnp.asarray(scale).astype(wide))
 
