@@ -19,7 +19,7 @@ What differs from JMP 0.0.4, each for a fault of it:
 2. The scale is held in float32, whatever numbers it is made with, and floats are scaled and unscaled in float32 at
    least. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise, and its `unscale`
    underflow; so does a Python number or a weakly typed array with float16 gradients.
-3. `unscale` divides. JMP multiplies by the rounded reciprocal, which is zero for the largest scales.
+3. The scale is not raised beyond 2**126. JMP's `unscale` returns zeros there: the reciprocal is flushed to zero.
 4. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. JMP makes floats of integers,
    and raises at the others. So do `all_finite` and `select_tree` at leaves that are no numbers.
 5. `select_tree` selects leaves of two dtypes, in the wider one. JMP raises.
@@ -44,12 +44,11 @@ import numpy as np
 
 from ._periodic import as_scalar, as_state, counter_of
 from ._scaled_grad import scaled, unscaled
+from ._scaler import LARGEST
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, tree_where
 
 Tree = TypeVar("Tree")
-
-_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 __all__ = [
     "DynamicLossScale",
@@ -297,7 +296,7 @@ class DynamicLossScale(eqx.Module):
         """The next loss scale, given whether this step's gradients were finite."""
         check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
         state = as_state(
-            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=_FLOAT32_MAX
+            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=LARGEST
         ).adjust(grads_finite)
         return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_of(state)))
 

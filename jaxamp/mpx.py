@@ -20,7 +20,7 @@ What differs from MPX 0.1.8, each for a fault of it:
    scale halves them.
 2. A float16 loss is returned as it is. MPX multiplies it by the scale first, and returns inf where that overflows.
 3. A scale that is no power of two, such as `FLOAT16_MAX`, costs no precision: the backward pass starts from a power of
-   two if the loss is float16. Gradients are divided by the scale, not multiplied by its rounded reciprocal.
+   two if the loss is float16.
 4. `scale` multiplies in float32 at least. MPX casts the scale to float16, where 2**16 is inf.
 5. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. MPX makes floats of integers,
    and raises at the others. So does `all_finite` at leaves that are no numbers.
