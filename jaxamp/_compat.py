@@ -94,9 +94,13 @@ def zeros_like_aval(aval: Any) -> jax.Array:
     return ad_util.zeros_like_aval(aval)
 
 
+def varies(aval: Any) -> bool:
+    """Whether a value differs between the devices of a `shard_map`."""
+    return bool(aval.mat.varying)
+
+
 def as_varying_as(aval: Any, x: jax.Array) -> jax.Array:
     """`x`, in `shard_map` varying along the axes that `aval` varies along. `jax.lax.pvary` became `pcast` in 0.11."""
     from jax._src import core
 
-    varying = tuple(aval.mat.varying)
-    return core.pvary(x, varying) if varying else x
+    return core.pvary(x, tuple(aval.mat.varying - jax.typeof(x).mat.varying))

@@ -16,6 +16,7 @@ untouched. Gradients, at least float32, are made with a cotangent of `scaler` in
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._compat import as_varying_as, open_jaxpr, zeros_like_aval
+from ._compat import as_varying_as, open_jaxpr, varies, zeros_like_aval
 from ._scaler import DynamicScalerState, check_state
 from ._tree import agreed, all_finite, is_inexact, wider
 
@@ -140,9 +141,13 @@ def _until_finite(
         rest.append(static)
         return [out.finite, out.underflow, *arrays]
 
+    start: tuple[Any, ...] = (jnp.array(True), jnp.int32(0), state.scaler)
     jaxpr = jax.make_jaxpr(flat)(state.scaler)
+    finite = open_jaxpr(jaxpr).outvars[0].aval
+    if varies(finite):  # in shard_map, each device with a scaler of its own: the scale will vary as this does
+        start = tuple(as_varying_as(finite, x) for x in start)
+        jaxpr = jax.make_jaxpr(flat)(start[-1])
     run = jec.jaxpr_as_fun(jaxpr)
-    avals = [v.aval for v in open_jaxpr(jaxpr).outvars]
 
     def again(carry: Any) -> jax.Array:
         return carry[0]
@@ -154,9 +159,8 @@ def _until_finite(
         redo = ~finite & (redos < redo_on_nan) & (smaller < scale)
         return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, *others]
 
-    start = [as_varying_as(avals[0], x) for x in (jnp.array(True), jnp.int32(0), state.scaler)]
-    _, redos, scale, outs = lax.while_loop(again, round_, (*start, [zeros_like_aval(a) for a in avals]))
-    finite, underflow, *arrays = outs
+    first: Any = (*start, [zeros_like_aval(v.aval) for v in open_jaxpr(jaxpr).outvars])
+    _, redos, scale, (finite, underflow, *arrays) = lax.while_loop(again, round_, first)
     return _Evaluated(rest[-1].put_back(arrays), finite, underflow), redos, scale
 
 
@@ -188,6 +192,26 @@ def _take_arrays(results: Any) -> tuple[list[Any], _Static]:
 
 
 # -- the public transforms
+
+
+def _with_keyword(keyword: str, fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`functools.wraps(fun)`, with one more keyword in the signature: `equinox.filter_jit` binds arguments to it."""
+
+    def wrap(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        functools.update_wrapper(wrapper, fun)
+        try:
+            signature = inspect.signature(fun)
+        except (TypeError, ValueError):  # some builtins have none
+            return wrapper
+        parameters = list(signature.parameters.values())
+        extra = inspect.Parameter(keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
+        at = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
+        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*parameters[:at], extra, *parameters[at:]], return_annotation=inspect.Signature.empty
+        )
+        return wrapper
+
+    return wrap
 
 
 def dynamic_scale_grad(
@@ -227,8 +251,8 @@ def dynamic_scale_value_and_grad(
     """Differentiate a loss with dynamic loss scaling.
 
     The backward pass starts from the scale in place of one, so that small gradients don't vanish in float16; the
-    gradients are divided by it afterwards, in float32. The loss itself is never multiplied, so it can't overflow. It and
-    aux come back as they are. Whether the step counts as finite is judged on the gradients alone.
+    gradients are divided by it afterwards, in float32. The loss itself is never multiplied, so it can't overflow; both
+    it and aux come back as they are. Whether the step counts as finite is judged on the gradients alone.
 
     Args:
         fun: The loss, most often `jaxamp.amp(loss_fn)`. Returns a scalar, or `(scalar, aux)`.
@@ -289,7 +313,7 @@ def _dynamic_scale(
         )
 
     # The scale is a keyword argument, not a value closed over: a transform may keep what it traced.
-    @functools.wraps(fun)
+    @_with_keyword("_loss_scale", fun)
     def seeded(*args: Any, _loss_scale: jax.Array, **f_kwargs: Any) -> Any:
         value, aux = _as_loss(name, fun(*args, **f_kwargs), has_aux)
         scale = _holdable(_loss_scale, value.dtype)
@@ -298,7 +322,7 @@ def _dynamic_scale(
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
     value_and_grad = transform(seeded, has_aux=True, **kwargs)
 
-    @functools.wraps(fun)
+    @_with_keyword("dynamic_scaler_state", fun)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
         if not filter:
@@ -350,7 +374,7 @@ def dynamic_scale_tx(
     def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         has_aux = kwargs.get("has_aux", False)
 
-        @functools.wraps(fun)
+        @_with_keyword("_loss_scale", fun)
         def seeded(*f_args: Any, _loss_scale: jax.Array, **f_kwargs: Any) -> Any:
             def seed(x: Any) -> Any:
                 return _seed(jnp.asarray(x), _loss_scale) if is_inexact(x) else x
@@ -360,7 +384,7 @@ def dynamic_scale_tx(
 
         transformed = transform(seeded, *args, **kwargs)
 
-        @functools.wraps(fun)
+        @_with_keyword("dynamic_scaler_state", fun)
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
@@ -394,13 +418,13 @@ def _check_options(name: str, fun: Any, redo_on_nan: Any) -> None:
 
 
 def _pop_state(name: str, kwargs: dict[str, Any]) -> DynamicScalerState:
-    if "dynamic_scaler_state" not in kwargs:
+    state = kwargs.pop("dynamic_scaler_state", None)
+    if state is None:
         raise TypeError(
             f"the function that {name} made was called without dynamic_scaler_state; expected a DynamicScalerState in "
             "that keyword. Write grad_fn(..., dynamic_scaler_state=state), with state = jaxamp.DynamicScalerState() at "
             "the beginning."
         )
-    state = kwargs.pop("dynamic_scaler_state")
     check_state(name, state)
     return state
 
