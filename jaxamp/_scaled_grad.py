@@ -66,7 +66,9 @@ def scaled(tree: Any, scale: jax.Array) -> Any:
 
 def unscaled(tree: Any, scale: jax.Array) -> Any:
     """A pytree's floats divided by `scale`, in float32 at least."""
-    return _each_float(tree, scale, jnp.divide)
+    # XLA divides by a scalar with its reciprocal, which it flushes to zero for the largest scales.
+    shrink = jnp.where(jnp.asarray(scale) > 2.0**100, jnp.float32(2.0**-100), jnp.float32(1))
+    return _each_float(tree, scale * shrink, lambda x, s: x * shrink.astype(x.dtype) / s)
 
 
 def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:

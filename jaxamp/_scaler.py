@@ -27,9 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Scalar = Any  # an array without dimensions, or a Python number
-_TINY = float(np.finfo(np.float32).tiny)
-# XLA divides by a scalar with its reciprocal. Beyond this that is subnormal, and flushed to zero with the gradients.
-LARGEST = 2.0**126
+_TINY, _MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 class DynamicScalerState(NamedTuple):
@@ -142,7 +140,7 @@ class DynamicScalerState(NamedTuple):
                 adjust_factor=growth,
                 scaler=scale,
                 min_scaler=minimum,
-                max_scaler=LARGEST,
+                max_scaler=_MAX,
                 backoff_factor=backoff,
                 hysteresis=hysteresis,
             )

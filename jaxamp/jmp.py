@@ -19,14 +19,13 @@ What differs from JMP 0.0.4, each for a fault of it:
 2. The scale is held in float32, whatever numbers it is made with, and floats are scaled and unscaled in float32 at
    least. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise, and its `unscale`
    underflow; so does a Python number or a weakly typed array with float16 gradients.
-3. The scale is not raised beyond 2**126. JMP's `unscale` returns zeros there: the reciprocal is flushed to zero.
+3. `unscale` is right for each scale. JMP's returns zeros beyond 2**126, where the reciprocal is flushed to zero.
 4. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. JMP makes floats of integers,
    and raises at the others. So do `all_finite` and `select_tree` at leaves that are no numbers.
 5. `select_tree` selects leaves of two dtypes, in the wider one. JMP raises.
 6. An overflow never raises the scale. JMP's jumps up to `min_loss_scale` from below it.
 7. The floor of a scale is positive, even if `min_loss_scale` is zero. JMP's scale falls to zero and stays there.
-8. The scale of a `StaticLossScale` is a leaf: a new value is not traced anew. JMP's `jit` raises at an array there when
-   it is called again.
+8. The scale of a `StaticLossScale` is a leaf. JMP's has no leaves: `jit` traces anew for each value.
 9. `str(policy)` works for dtypes of each form, and policies of the same dtypes are equal and have the same hash.
 10. `cast_to_half` and the like cast NumPy scalars too.
 11. The error at an unknown dtype names what is accepted. JMP's offers `f` for `full`, and refuses it.
@@ -44,11 +43,12 @@ import numpy as np
 
 from ._periodic import as_scalar, as_state, counter_of
 from ._scaled_grad import scaled, unscaled
-from ._scaler import LARGEST
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, tree_where
 
 Tree = TypeVar("Tree")
+
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 __all__ = [
     "DynamicLossScale",
@@ -296,7 +296,7 @@ class DynamicLossScale(eqx.Module):
         """The next loss scale, given whether this step's gradients were finite."""
         check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
         state = as_state(
-            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=LARGEST
+            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=_FLOAT32_MAX
         ).adjust(grads_finite)
         return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_of(state)))
 

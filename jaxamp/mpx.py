@@ -321,6 +321,11 @@ def filter_grad(
     Returns:
         A function like `func` that returns `(scaling, grads_finite, grads)`, or `(scaling, grads_finite, grads, aux)`:
         the next loss scaling, whether the gradients are finite, and the gradients in float32.
+
+    **Sharp edges**
+
+    - Gradients that are not finite come back as they are. Give `grads_finite` to `optimizer_update`.
+    - With `use_amp`, call it inside of `jit`. Outside, each call compiles the loss anew.
     """
     _check_scaling("filter_grad", scaling)
 

@@ -1,6 +1,7 @@
 """What the tests of the two faces share: the same case run by a peer and by us, and a comparison to the bit."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -53,9 +54,10 @@ def assert_accepts(theirs, ours, changed=()):
 
 
 def starts_no_backend(module):
-    code = f"import {module}; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
-    return out.stdout.strip() == "False"
+    code = f"import jax, {module}; print('done'); jax.devices()"
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}  # starting a backend fails
+    out = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
+    return out.stdout == "done\n" and "Unable to initialize backend 'nowhere'" in out.stderr
 
 
 def raises(error, *words):
