@@ -49,23 +49,25 @@ def interleave(sides: Sequence[Callable[[], float]], repeats: int) -> list[Times
 
 
 class Row(NamedTuple):
-    """One comparison: `plain` is what `amp` is measured against; `target` the ratio that it may cost."""
+    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost."""
 
     name: str
     plain: Times
-    amp: Times
+    ours: Times
     target: float
 
     @property
     def ratio(self) -> float:
         """The median of the ratios of the repeats: each is of two neighbours in time."""
-        return statistics.median(a / p for a, p in zip(self.amp.seconds, self.plain.seconds, strict=True))
+        return statistics.median(a / p for a, p in zip(self.ours.seconds, self.plain.seconds, strict=True))
 
 
 def print_table(rows: Sequence[Row]) -> None:
     device = jax.devices()[0]
-    print(f"device {device.device_kind} ({device.platform}), jax {jax.__version__}, {len(rows[0].amp.seconds)} repeats")
-    print(f"{'':44}{'plain':>20}{'amp':>20}{'ratio':>8}{'target':>9}")
+    print(
+        f"device {device.device_kind} ({device.platform}), jax {jax.__version__}, {len(rows[0].ours.seconds)} repeats"
+    )
+    print(f"{'':44}{'plain':>20}{'ours':>20}{'ratio':>8}{'target':>9}")
     for row in rows:
         verdict = "met" if row.ratio <= row.target else "missed"
-        print(f"{row.name:44}{row.plain!s:>20}{row.amp!s:>20}{row.ratio:>8.2f}{f'<= {row.target:g}':>9}  {verdict}")
+        print(f"{row.name:44}{row.plain!s:>20}{row.ours!s:>20}{row.ratio:>8.2f}{f'<= {row.target:g}':>9}  {verdict}")

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._compat import as_varying_as, open_jaxpr, varies, zeros_like_aval
+from ._compat import as_varying_as, consts_of, open_jaxpr, varies, zeros_like_aval
 from ._scaler import DynamicScalerState, check_state
 from ._tree import agreed, all_finite, is_inexact, wider
 
@@ -149,14 +148,16 @@ def _until_finite(
     if varies(finite):  # in shard_map, each device with a scaler of its own: the scale will vary as this does
         start = tuple(as_varying_as(finite, x) for x in start)
         jaxpr = jax.make_jaxpr(flat)(start[-1])
-    run = jec.jaxpr_as_fun(jaxpr)
 
     def again(carry: Any) -> jax.Array:
         return carry[0]
 
     def round_(carry: Any) -> Any:
         _, redos, scale, _ = carry
-        finite, *others = run(scale)
+        # Only the backward pass depends on the scale. XLA would take the forward pass out of the loop, and keep all
+        # that it saves until the last round. A barrier that has seen the scale holds it inside.
+        consts = [lax.optimization_barrier((x, scale))[0] if is_inexact(x) else x for x in consts_of(jaxpr)]
+        finite, *others = jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, scale)
         smaller = state.lowered(scale)
         redo = ~finite & (redos < redo_on_nan) & (smaller < scale)
         return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, *others]

@@ -34,6 +34,8 @@ class DynamicScalerState(NamedTuple):
     """A dynamic loss scaler: a pytree of scalars, to be carried from step to step and saved in checkpoints.
 
     Arrays, NumPy scalars and Python numbers are accepted for each field. The first five are those of jaxamp 0.0.4.
+    `state.as_arrays()` makes arrays of all: Orbax restores into nothing else, Equinox takes Python numbers for static,
+    and a step is traced anew once they have become arrays.
 
     Attributes:
         patience: How many finite steps to wait before the one that raises the scale.

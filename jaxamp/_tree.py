@@ -129,7 +129,7 @@ def _chooser(pred: Any) -> Callable[[Any, Any], Any]:
         if jnp.result_type(x) == jax.dtypes.float0:
             return x
         x, y = jnp.asarray(x), jnp.asarray(y)
-        if x.dtype != y.dtype:
+        if x.dtype != y.dtype:  # a PRNG key can't be cast, not even to its own dtype
             dtype = wider(x.dtype, y.dtype)
             x, y = x.astype(dtype), y.astype(dtype)
         return lax.select(pred, x, y)

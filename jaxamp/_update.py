@@ -1,12 +1,13 @@
 """`update_if_finite`: an optimizer step that a non-finite gradient leaves no trace of."""
 
+import inspect
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import optax
 
-from ._tree import tree_where, wider
+from ._tree import cast_floating_like, is_inexact, tree_where, wider
 
 Model = TypeVar("Model")
 
@@ -39,12 +40,32 @@ def update_if_finite(
     >>> model, _ = update_if_finite(model, optimizer, optimizer.init(model), {"w": jnp.ones(2)}, jnp.array(True))
     >>> model
     {'w': Array([0.5, 0.5], dtype=float32)}
+
+    **Sharp edges**
+
+    - Optax makes moments in the dtype of the parameters, and here they stay in it. For parameters in float16 or
+      bfloat16, initialise the optimizer with `jaxamp.cast_floating(params, jnp.float32)`.
     """
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    optimizer = optax.with_extra_args_support(optimizer)
-    updates, new_state = optimizer.update(grads, opt_state, params, **extra_args)
-    new_params = jax.tree.map(_added, params, updates, is_leaf=lambda x: x is None)
+    params, static = eqx.partition(model, is_inexact)
+    grads = jax.tree.map(lambda p, g: None if p is None else g, params, grads, is_leaf=_is_none)
+    updates, new_state = _with_extra_args(optimizer).update(grads, opt_state, params, **extra_args)
+    new_params = jax.tree.map(_added, params, updates, is_leaf=_is_none)
+    new_state = cast_floating_like(new_state, opt_state)  # moments of float16 parameters and float32 gradients
     return eqx.combine(tree_where(finite, new_params, params), static), tree_where(finite, new_state, opt_state)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _with_extra_args(optimizer: Any) -> Any:
+    """The optimizer, made to ignore extra arguments unless it takes them.
+
+    Optax goes by the type, and would keep extra arguments from an `optax.MultiSteps`, which takes them without being of
+    that type.
+    """
+    kinds = [p.kind for p in inspect.signature(optimizer.update).parameters.values()]
+    return optimizer if inspect.Parameter.VAR_KEYWORD in kinds else optax.with_extra_args_support(optimizer)
 
 
 def _added(param: Any, update: Any) -> Any:

@@ -316,6 +316,22 @@ def test_the_redo_loop_holds_the_step_once():
     assert [eqn.primitive.name for eqn in equations(redone)].count("while") == 1
 
 
+def test_the_redo_loop_needs_the_memory_of_one_evaluation():
+    def loss(ws, x):  # each layer's output is saved for the backward pass, and can be freed on the way
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    ws, x = [jnp.ones((32, 32))] * 12, jnp.ones((256, 32))
+
+    def temporary(redo_on_nan):
+        step = jax.jit(jaxamp.dynamic_scale_grad(jaxamp.amp(loss), redo_on_nan=redo_on_nan))
+        compiled = step.lower(ws, x, dynamic_scaler_state=DynamicScalerState()).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(redo_on_nan=3) < 1.1 * temporary(redo_on_nan=0)
+
+
 def test_the_function_is_traced_once_for_a_redo():
     traces = []
 

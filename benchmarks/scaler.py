@@ -1,0 +1,128 @@
+"""What does dynamic loss scaling cost a training step, in time and in memory?
+
+    python -m benchmarks.scaler [--small] [--layers 12 --width 768 --tokens 196 --batch 64]
+
+One AdamW step of a transformer in float16 through `amp`, four times: without scaling; with it; with `redo_on_nan`, on
+batches that need no redo; and the other way to write a redo, one evaluation before the loop and one inside of it.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxamp
+
+from ._models import transformer
+from ._timing import Row, interleave, print_table, seconds
+
+OPTIMIZER = optax.adamw(1e-4)
+Step = Callable[..., Any]
+
+
+def plain(loss: Step) -> Step:
+    def step(params: Any, opt: Any, scaler: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt = OPTIMIZER.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, scaler, value
+
+    return step
+
+
+def guarded(value_and_grad: Step) -> Step:
+    def step(params: Any, opt: Any, scaler: Any, *batch: Any) -> Any:
+        scaler, (value, grads) = value_and_grad(params, *batch, dynamic_scaler_state=scaler)
+        params, opt = jaxamp.update_if_finite(params, OPTIMIZER, opt, grads, scaler.finite)
+        return params, opt, scaler, value
+
+    return step
+
+
+def scaled(loss: Step) -> Step:
+    return guarded(jaxamp.dynamic_scale_value_and_grad(loss))
+
+
+def redone(loss: Step) -> Step:
+    return guarded(jaxamp.dynamic_scale_value_and_grad(loss, redo_on_nan=3))
+
+
+def twice(loss: Step) -> Step:
+    """One evaluation before the loop, one inside of it."""
+    once = jaxamp.dynamic_scale_value_and_grad(loss)
+
+    def value_and_grad(*args: Any, dynamic_scaler_state: Any) -> Any:
+        def again(carry: Any) -> Any:
+            (state, _), redos = carry
+            return ~state.finite & (redos < 3)
+
+        def redo(carry: Any) -> Any:
+            (state, _), redos = carry
+            return once(*args, dynamic_scaler_state=state), redos + 1
+
+        first = once(*args, dynamic_scaler_state=dynamic_scaler_state)
+        return jax.lax.while_loop(again, redo, (first, jnp.int32(0)))[0]
+
+    return guarded(value_and_grad)
+
+
+def measure(sizes: dict[str, int], repeats: int) -> None:
+    fresh, shapes = transformer(**sizes)
+    random = jax.random.key(0)
+    params, x, y = jax.tree.map(
+        lambda s: 0.02 * jax.random.normal(random, s.shape) if s.dtype == jnp.float32 else jnp.zeros(s.shape, s.dtype),
+        shapes,
+    )
+    sides, bytes_ = {}, {}
+    for make in (plain, scaled, redone, twice):
+        state = params, OPTIMIZER.init(params), jaxamp.DynamicScalerState.static(128.0)
+        state = jax.tree.map(jnp.copy, jax.tree.map(jnp.asarray, state))  # its own: it is donated
+        step = jax.jit(make(jaxamp.amp(fresh())), donate_argnums=(0, 1, 2)).lower(*state, x, y).compile()
+        memory = step.memory_analysis()
+        bytes_[make.__name__] = (memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
+        sides[make.__name__] = _timed(step, state, x, y)
+
+    times = dict(zip(sides, interleave(list(sides.values()), repeats), strict=True))
+    names = {
+        "scaled": "dynamic_scale_value_and_grad",
+        "redone": "the same, redo_on_nan=3",
+        "twice": "a redo written twice",
+    }
+    print_table([Row(text, times["plain"], times[name], target=1.05) for name, text in names.items()])
+    print(f"\n{'':44}{'temporary memory':>20}{'ratio':>8}{'program':>14}{'ratio':>8}")
+    for name, text in {"plain": "without scaling", **names}.items():
+        (temp, code), (plain_temp, plain_code) = bytes_[name], bytes_["plain"]
+        ratio = f"{code / plain_code:.2f}" if plain_code else ""
+        print(f"{text:44}{temp / 2**20:>16.1f} MiB{temp / plain_temp:>8.3f}{code / 2**10:>10.0f} kiB{ratio:>8}")
+
+
+def _timed(step: Step, state: tuple[Any, ...], *batch: Any) -> Callable[[], float]:
+    def run() -> float:
+        nonlocal state
+
+        def once() -> Any:
+            nonlocal state
+            *rest, value = step(*state, *batch)
+            state = tuple(rest)
+            return state, value
+
+        return seconds(once, calls=3)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="two thin layers and few repeats: does it run at all?")
+    for name, size in {"layers": 4, "width": 256, "tokens": 64, "batch": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    options = vars(parser.parse_args())
+    if options.pop("small"):
+        options |= {"layers": 2, "width": 16, "tokens": 8, "batch": 2}
+    measure(options, repeats=3 if options["width"] == 16 else 9)
+
+
+if __name__ == "__main__":
+    main()
