@@ -65,13 +65,16 @@ def scaled(tree: Any, scale: jax.Array) -> Any:
 
 def unscaled(tree: Any, scale: jax.Array) -> Any:
     """A pytree's floats divided by `scale`, in float32 at least."""
-    return _each_float(tree, scale, jnp.divide)
+    # XLA divides by a scalar with its reciprocal, which it flushes to zero for the largest scales.
+    shrink = jnp.where(jnp.asarray(scale) > 2.0**100, jnp.float32(2.0**-100), jnp.float32(1))
+    return _each_float(tree, scale * shrink, lambda x, s: x * shrink.astype(x.dtype) / s)
 
 
 def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
     def leaf(x: Any) -> Any:
-        if not is_inexact(x):
+        if not (is_inexact(x) or isinstance(x, float | complex)):
             return x
+        x = jnp.asarray(x)  # NumPy's float64 is float32, unless the user asked for 64 bits
         wide = wider(x.dtype, jnp.float32)
         return op(x.astype(wide), jnp.asarray(scale).astype(wide))
 

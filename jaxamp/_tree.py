@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._rules import cast
-
 Tree = TypeVar("Tree")
 
 
@@ -24,6 +22,13 @@ def _is_array(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """Whether a leaf is an array of floats or complex numbers."""
     return _is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    """A leaf that is an array of floats in `dtype`, never weakly typed: what was cast to float32 acts as float32."""
+    if not (_is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)):
+        return x
+    return lax.convert_element_type(x, dtype) if isinstance(x, jax.Array) else np.asarray(x).astype(dtype)
 
 
 def wider(a: Any, b: Any) -> Any:
@@ -45,7 +50,7 @@ def cast_floating(tree: Tree, dtype: Any) -> Tree:
             f"cast_floating got the dtype {dtype}; expected a float. Write cast_floating(tree, jnp.bfloat16), and "
             "cast to other types with jax.tree.map."
         )
-    return jax.tree.map(lambda x: cast(x, dtype) if _is_array(x) else x, tree)
+    return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
 def cast_floating_like(tree: Tree, like: Any) -> Tree:
@@ -58,7 +63,7 @@ def cast_floating_like(tree: Tree, like: Any) -> Tree:
 
     def leaf(x: Any, y: Any) -> Any:
         dtype = getattr(y, "dtype", None)
-        return cast(x, dtype) if _is_array(x) and dtype is not None and jnp.issubdtype(dtype, jnp.floating) else x
+        return _cast(x, dtype) if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else x
 
     return jax.tree.map(leaf, tree, like)
 
@@ -95,12 +100,16 @@ def tree_where(pred: Any, a: Tree, b: Tree) -> Tree:
     >>> tree_where(jnp.array(False), {"w": jnp.ones(2), "act": "relu"}, {"w": jnp.zeros(2), "act": "relu"})
     {'act': 'relu', 'w': Array([0., 0.], dtype=float32)}
     """
+    check_bool("tree_where", pred, "tree_where(jaxamp.all_finite(grads), new, old), or jnp.where for arrays")
+    return jax.tree.map(_chooser(pred), a, b)
+
+
+def check_bool(name: str, pred: Any, instead: str) -> None:
     if jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
         raise TypeError(
-            f"tree_where got a condition of shape {jnp.shape(pred)} and dtype {jnp.result_type(pred)}; expected one "
-            "bool. Write tree_where(jaxamp.all_finite(grads), new, old), or jnp.where for arrays."
+            f"{name} got a condition of shape {jnp.shape(pred)} and dtype {jnp.result_type(pred)}; expected one bool. "
+            f"Write {instead}."
         )
-    return jax.tree.map(_chooser(pred), a, b)
 
 
 def _chooser(pred: Any) -> Callable[[Any, Any], Any]:

@@ -1,0 +1,310 @@
+"""JMP's interface over jaxamp: change the import to `from jaxamp import jmp`.
+
+The law: a program written for JMP 0.0.4 runs unchanged, and gives the same bits wherever JMP's are right. Casting and
+loss scaling are jaxamp's own; this file gives them JMP's names.
+
+>>> import jax, jax.numpy as jnp
+>>> from jaxamp import jmp
+>>> policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+>>> loss_scale = jmp.DynamicLossScale(2.0**15)
+>>> def loss(params, x):
+...     params, x = policy.cast_to_compute((params, x))
+...     return loss_scale.scale(policy.cast_to_output(jnp.mean((x @ params) ** 2)))
+>>> grads = loss_scale.unscale(jax.grad(loss)(jnp.ones(2), jnp.ones((4, 2))))
+>>> loss_scale = loss_scale.adjust(jmp.all_finite(grads))
+
+What differs from JMP 0.0.4, each for a fault of it:
+
+1. `min_loss_scale` is a leaf of `DynamicLossScale`. JMP forgets it in each `jit` and each `tree_map`.
+2. The scale is held in float32, whatever numbers it is made with, and floats are scaled and unscaled in float32 at
+   least. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise, and its `unscale`
+   underflow; so does a Python number or a weakly typed array with float16 gradients.
+3. `unscale` is right for each scale. JMP's returns zeros beyond 2**126, where the reciprocal is flushed to zero.
+4. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. JMP makes floats of integers,
+   and raises at the others. So do `all_finite` and `select_tree` at leaves that are no numbers.
+5. `select_tree` selects leaves of two dtypes, in the wider one. JMP raises.
+6. An overflow never raises the scale. JMP's jumps up to `min_loss_scale` from below it.
+7. The floor of a scale is positive, even if `min_loss_scale` is zero. JMP's scale falls to zero and stays there.
+8. The scale of a `StaticLossScale` is a leaf. JMP's has no leaves: `jit` traces anew for each value.
+9. `str(policy)` works for dtypes of each form, and policies of the same dtypes are equal and have the same hash.
+10. `cast_to_half` and the like cast NumPy scalars too.
+11. The error at an unknown dtype names what is accepted. JMP's offers `f` for `full`, and refuses it.
+12. `get_policy` allows spaces, and refuses a key that is given twice. JMP takes the last one.
+13. Errors say what was given, what was expected and what to write. JMP has assertions, which `python -O` removes.
+"""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._periodic import as_scalar, as_state, counter_of
+from ._scaled_grad import scaled, unscaled
+from ._tree import all_finite as all_finite
+from ._tree import cast_floating, check_bool, tree_where
+
+Tree = TypeVar("Tree")
+
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "get_policy",
+    "half_dtype",
+    "select_tree",
+]
+
+
+# -- policies
+
+_NAMES = {
+    jnp.bfloat16: ("bf16", "bfloat16"),
+    jnp.float16: ("f16", "float16"),
+    jnp.float32: ("full", "f32", "float32"),
+    jnp.float64: ("f64", "float64"),
+}
+_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+_FIRST_NAME = {np.dtype(dtype): names[0] for dtype, names in _NAMES.items()}
+_KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Policy:
+    """The dtypes of parameters, of what is computed with them, and of results.
+
+    >>> from jaxamp import jmp
+    >>> policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
+    >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
+    {'step': 3, 'w': Array([1., 1.], dtype=float16)}
+    >>> str(policy.with_output_dtype(jnp.bfloat16))
+    'p=full,c=f16,o=bf16'
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+    def __post_init__(self) -> None:
+        for field, dtype in vars(self).items():
+            _check_float(field, dtype)
+
+    def cast_to_param(self, x: Tree) -> Tree:
+        """Cast a pytree's floats to `param_dtype`."""
+        return cast_floating(x, self.param_dtype)
+
+    def cast_to_compute(self, x: Tree) -> Tree:
+        """Cast a pytree's floats to `compute_dtype`."""
+        return cast_floating(x, self.compute_dtype)
+
+    def cast_to_output(self, x: Tree) -> Tree:
+        """Cast a pytree's floats to `output_dtype`."""
+        return cast_floating(x, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """The same policy with another dtype of results."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def _dtypes(self) -> tuple[np.dtype, ...]:
+        return tuple(np.dtype(x) for x in (self.param_dtype, self.compute_dtype, self.output_dtype))
+
+    def __eq__(self, other: object) -> bool:
+        return self._dtypes() == other._dtypes() if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._dtypes())
+
+    def __str__(self) -> str:
+        """As `get_policy` reads it."""
+        return "p={},c={},o={}".format(*(_FIRST_NAME.get(x, x.name) for x in self._dtypes()))
+
+
+def get_policy(policy_name: str) -> Policy:
+    """Read a policy from a string.
+
+    It is the name of one dtype, or `params=...,compute=...,output=...` (`p`, `c` and `o` for short). Parameters are
+    float32 if left out, compute follows them, output follows compute.
+
+    >>> from jaxamp import jmp
+    >>> str(jmp.get_policy("c=f16")), str(jmp.get_policy("bfloat16"))
+    ('p=full,c=f16,o=f16', 'p=bf16,c=bf16,o=bf16')
+    """
+    if not isinstance(policy_name, str):
+        raise TypeError(
+            f"get_policy got {policy_name!r}, of type {type(policy_name).__name__}; expected a string. "
+            "Write get_policy('params=float32,compute=bfloat16,output=float32'), or Policy(...) for dtypes."
+        )
+    if "=" not in policy_name:
+        dtype = _parse_dtype(policy_name, policy_name)
+        return Policy(dtype, dtype, dtype)
+    dtypes: list[Any] = [None, None, None]
+    for part in policy_name.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        index = _KEYS.get(key)
+        if index is None or dtypes[index] is not None:
+            raise ValueError(
+                f"get_policy got {policy_name!r}, with {part.strip()!r} in it; expected params=, compute= and output= "
+                "(or p=, c= and o=), each once at most. Write get_policy('p=f32,c=bf16,o=f32')."
+            )
+        dtypes[index] = _parse_dtype(value, policy_name)
+    param, compute, output = dtypes
+    param = param or jnp.float32
+    compute = compute or param
+    return Policy(param, compute, output or compute)
+
+
+def _parse_dtype(name: str, policy_name: str) -> Any:
+    name = name.strip()
+    if name == "half":
+        return half_dtype()
+    if name not in _DTYPES:
+        raise ValueError(
+            f"get_policy got {policy_name!r}, with the dtype {name!r}; expected one of half, {', '.join(_DTYPES)}. "
+            "Write get_policy('bf16'), or get_policy('p=f32,c=bf16,o=f32')."
+        )
+    return _DTYPES[name]
+
+
+def _check_float(field: str, dtype: Any) -> None:
+    try:
+        is_float = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)  # None is float64 to NumPy
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise TypeError(
+            f"Policy got {field}={dtype!r}; expected the dtype of floats. Write {field}=jnp.float32, or "
+            "get_policy('p=f32,c=bf16,o=f32') for names."
+        )
+
+
+def half_dtype() -> Any:
+    """`jnp.bfloat16` on a TPU, `jnp.float16` elsewhere."""
+    return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
+
+
+def cast_to_full(tree: Tree) -> Tree:
+    """Cast a pytree's floats to float32."""
+    return cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: Tree) -> Tree:
+    """Cast a pytree's floats to `half_dtype()`."""
+    return cast_floating(tree, half_dtype())
+
+
+# -- loss scales: pytrees, to be carried from step to step
+
+
+class NoOpLossScale(eqx.Module):
+    """A scale of one, in place of the others: it does nothing."""
+
+    @property
+    def loss_scale(self) -> int:
+        return 1
+
+    def scale(self, tree: Tree) -> Tree:
+        """The tree as it is."""
+        return tree
+
+    def unscale(self, tree: Tree) -> Tree:
+        """The tree as it is."""
+        return tree
+
+    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+        """The same loss scale."""
+        return self
+
+
+class StaticLossScale(eqx.Module):
+    """A scale that never moves.
+
+    Attributes:
+        loss_scale: The scale, float32.
+    """
+
+    loss_scale: jax.Array
+
+    def __init__(self, loss_scale: Any):
+        self.loss_scale = as_scalar("StaticLossScale", "loss_scale", loss_scale, np.float32, "2.0**15")
+
+    def scale(self, tree: Tree) -> Tree:
+        """A pytree's floats times the scale, in float32 at least."""
+        return scaled(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """A pytree's floats divided by the scale, in float32 at least."""
+        return unscaled(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+        """The same loss scale."""
+        return self
+
+
+class DynamicLossScale(eqx.Module):
+    """A scale that is raised after `period` finite steps, and lowered at an overflow.
+
+    `jaxamp.DynamicScalerState` is what moves it.
+
+    Attributes:
+        loss_scale: The scale, float32.
+        counter: Finite steps in this period.
+        period: Finite steps it takes to raise the scale.
+        factor: The scale is raised and lowered by this factor.
+        min_loss_scale: The scale is not lowered below this.
+
+    >>> from jaxamp import jmp
+    >>> loss_scale = jmp.DynamicLossScale(8.0, period=2)
+    >>> [float((loss_scale := loss_scale.adjust(finite)).loss_scale) for finite in (True, True, False)]
+    [8.0, 16.0, 8.0]
+    """
+
+    loss_scale: jax.Array
+    counter: jax.Array
+    period: int = eqx.field(static=True)
+    factor: int = eqx.field(static=True)
+    min_loss_scale: jax.Array
+
+    def __init__(
+        self, loss_scale: Any, counter: Any = 0, period: Any = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
+    ):
+        name = "DynamicLossScale"
+        self.loss_scale = as_scalar(name, "loss_scale", loss_scale, np.float32, "2.0**15")
+        self.counter = as_scalar(name, "counter", counter, np.int32, "0", positive=False)
+        as_scalar(name, "period", period, np.int32, "2000")
+        as_scalar(name, "factor", factor, np.float32, "2")
+        self.period, self.factor = period, factor
+        self.min_loss_scale = as_scalar(name, "min_loss_scale", min_loss_scale, np.float32, "1.0", positive=False)
+
+    def scale(self, tree: Tree) -> Tree:
+        """A pytree's floats times the scale, in float32 at least."""
+        return scaled(tree, self.loss_scale)
+
+    def unscale(self, tree: Tree) -> Tree:
+        """A pytree's floats divided by the scale, in float32 at least."""
+        return unscaled(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+        """The next loss scale, given whether this step's gradients were finite."""
+        check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
+        state = as_state(
+            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=_FLOAT32_MAX
+        ).adjust(grads_finite)
+        return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_of(state)))
+
+
+LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
+    """`a` where `pred` holds, else `b`, for a scalar bool. Leaves that are no numbers must be the same in both."""
+    check_bool("select_tree", pred, "select_tree(jmp.all_finite(grads), new, old)")
+    return tree_where(pred, a, b)

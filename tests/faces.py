@@ -1,0 +1,65 @@
+"""What the tests of the two faces share: the same case run by a peer and by us, and a comparison to the bit."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+
+def run(module, case):
+    """A case by a peer, which relies on JAX's promotion, or by us, who run under strict promotion too."""
+    with jax.numpy_dtype_promotion("strict" if module.__name__.startswith("jaxamp") else "standard"):
+        return case(module)
+
+
+def fields(tree):
+    """A loss scale as a dict of its fields, for the classes of two libraries differ."""
+    is_scale = lambda x: type(x).__name__.endswith(("LossScale", "LossScaling"))
+    names = lambda x: [name for name in getattr(x, "__dataclass_fields__", {}) if not name.startswith("_")]
+    return jax.tree.map(
+        lambda x: {name: getattr(x, name) for name in names(x)} if is_scale(x) else x, tree, is_leaf=is_scale
+    )
+
+
+def assert_same(theirs, ours):
+    """The same structure, dtypes and bits."""
+    theirs, ours = fields(theirs), fields(ours)
+    assert jax.tree.structure(theirs) == jax.tree.structure(ours)
+    for x, y in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
+        if not eqx.is_array_like(x):
+            assert x == y
+        elif hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            assert_same(jax.random.key_data(x), jax.random.key_data(y))
+        else:
+            x, y = np.asarray(x), np.asarray(y)
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            assert x.tobytes() == y.tobytes(), f"{x} and {y}"
+
+
+def assert_accepts(theirs, ours, changed=()):
+    """Each parameter of a peer's function is one of ours, in its place and with its default unless `changed`."""
+    names = list(inspect.signature(theirs).parameters.values())
+    mine = list(inspect.signature(ours).parameters.values())
+    for x, y in zip(names, mine, strict=False):
+        assert (x.name, x.kind) == (y.name, y.kind)
+        if x.name not in changed:
+            assert x.default is y.default or x.default == y.default
+    assert len(mine) >= len(names)
+    assert all(y.kind is y.KEYWORD_ONLY for y in mine[len(names) :])
+
+
+def starts_no_backend(module):
+    code = f"import jax, {module}; print('done'); jax.devices()"
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}  # starting a backend fails
+    out = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
+    return out.stdout == "done\n" and "Unable to initialize backend 'nowhere'" in out.stderr
+
+
+def raises(error, *words):
+    """An error whose message has these words, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(words))
