@@ -1,8 +1,9 @@
-"""Train a small vision transformer on handwritten digits twice: in float32, and in mixed precision.
+"""Train a small vision transformer on handwritten digits in float32, and in mixed precision with both half dtypes.
 
     pip install -e '.[examples]' && python examples/train_digits.py
 
-The model is written in plain float32. One line differs between the two runs: the loss goes through `jaxamp.amp`.
+The model is written in plain float32. The runs differ in two things: the loss goes through `jaxamp.amp`, and float16 has a
+loss scaler. The other two have one that does nothing.
 """
 
 import argparse
@@ -52,16 +53,17 @@ def loss_fn(params, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
 
 
-def train(name, loss_fn, train_set, test_set, steps):
+def train(name, loss_fn, scaler, train_set, test_set, steps):
     """Train on `loss_fn` and return what was seen on the way. Nothing in here knows about precision."""
     params, random = init(jax.random.key(0)), np.random.default_rng(0)
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps), weight_decay=0.05)
+    grad_fn = jaxamp.dynamic_scale_value_and_grad(loss_fn, has_aux=True)
 
     @jax.jit
-    def step(params, state, images, labels):
-        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, images, labels)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+    def step(params, state, scaler, images, labels):
+        scaler, ((loss, _), grads) = grad_fn(params, images, labels, dynamic_scaler_state=scaler)
+        params, state = jaxamp.update_if_finite(params, optimizer, state, grads, scaler.finite)
+        return params, state, scaler, loss
 
     state, evaluate = optimizer.init(params), jax.jit(loss_fn)
     losses, accuracies, times = [], [], []
@@ -70,19 +72,20 @@ def train(name, loss_fn, train_set, test_set, steps):
         noise = 0.5 * random.standard_normal((BATCH, 8, 8), np.float32)  # so that it can't learn the images by heart
         batch = train_set[0][rows] + noise, train_set[1][rows]
         start = time.perf_counter()
-        params, state, loss = jax.block_until_ready(step(params, state, *batch))
+        params, state, scaler, loss = jax.block_until_ready(step(params, state, scaler, *batch))
         times.append(time.perf_counter() - start)
         losses.append(float(loss))
         if i % 10 == 9 or i == steps - 1:
             accuracies.append((i + 1, float(evaluate(params, *test_set)[1])))
 
     pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: loss_fn(p, *batch)[0], p)[1], params)
-    flops = list(matmuls(jax.make_jaxpr(step)(params, state, *batch).jaxpr))
+    flops = list(matmuls(jax.make_jaxpr(step)(params, state, scaler, *batch).jaxpr))
     return {
         "losses": losses,
         "accuracies": accuracies,
         "time": np.median(times[1:]),  # the first step compiles
         "kept": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)),
+        "scaler": jaxamp.scaler_metrics(scaler),
         "low": sum(n for n, dtype in flops if dtype.itemsize == 2) / sum(n for n, _ in flops),
     }
 
@@ -100,7 +103,11 @@ def matmuls(jaxpr, times=1):
 def draw(runs, path):
     plt.switch_backend("Agg")
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    looks = {"color": "C0", "lw": 5, "alpha": 0.4}, {"color": "C3", "lw": 1.2}  # they lie on top of each other
+    looks = (
+        {"color": "C0", "lw": 6, "alpha": 0.4},
+        {"color": "C1", "lw": 2.5},
+        {"color": "k", "lw": 0.8},
+    )  # on top of it
     for (name, run), look in zip(runs.items(), looks, strict=True):
         left.semilogy(range(1, len(run["losses"]) + 1), run["losses"], label=name, **look)
         right.plot(*np.transpose(run["accuracies"]), label=f"{name}: {run['accuracies'][-1][1]:.1%} at the end", **look)
@@ -116,7 +123,7 @@ def draw(runs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="at least 2")
-    parser.add_argument("--out", default="digits.png", help="where the picture of both runs goes")
+    parser.add_argument("--out", default="digits.png", help="where the picture of the runs goes")
     options = parser.parse_args()
 
     digits, order = load_digits(), np.random.default_rng(0).permutation(1797)
@@ -124,8 +131,13 @@ def main():
     labels = digits.target.astype(np.int32)[order]
     data = (images[360:], labels[360:]), (images[:360], labels[:360])
 
-    losses = {"float32": loss_fn, "amp, bfloat16": jaxamp.amp(loss_fn, compute_dtype=jnp.bfloat16)}
-    runs = {name: train(name, loss, *data, options.steps) for name, loss in losses.items()}
+    no_op, amp = jaxamp.DynamicScalerState.no_op(), jaxamp.amp
+    how = {
+        "float32": (loss_fn, no_op),
+        "amp, bfloat16": (amp(loss_fn, compute_dtype=jnp.bfloat16), no_op),
+        "amp, float16": (amp(loss_fn, compute_dtype=jnp.float16), jaxamp.DynamicScalerState(patience=50)),
+    }
+    runs = {name: train(name, *loss_and_scaler, *data, options.steps) for name, loss_and_scaler in how.items()}
 
     table = Table("", *runs, title=f"{options.steps} steps on {jax.devices()[0].device_kind}")
     table.add_row("test accuracy", *(f"{run['accuracies'][-1][1]:.1%}" for run in runs.values()))
@@ -133,10 +145,12 @@ def main():
     table.add_row("median step", *(f"{1e3 * run['time']:.1f} ms" for run in runs.values()))
     table.add_row("kept for the backward pass", *(f"{run['kept'] / 2**20:.2f} MiB" for run in runs.values()))
     table.add_row("matmul FLOPs in low precision", *(f"{run['low']:.0%}" for run in runs.values()))
+    table.add_row("loss scale at the end", *(f"{run['scaler']['scale']:.0f}" for run in runs.values()))
+    table.add_row("steps skipped", *(f"{run['scaler']['total_skipped']}" for run in runs.values()))
     print(table)
     print("A CPU shows correctness and bytes, not speed.")
     draw(runs, options.out)
-    print(f"Both runs in a picture: {options.out}")
+    print(f"The runs in a picture: {options.out}")
 
 
 if __name__ == "__main__":

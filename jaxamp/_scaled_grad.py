@@ -28,7 +28,7 @@ from jax import lax
 
 from ._compat import as_varying_as, consts_of, open_jaxpr, varies, zeros_like_aval
 from ._scaler import DynamicScalerState, check_state
-from ._tree import agreed, all_finite, is_inexact, wider
+from ._tree import agreed, is_inexact, wider
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float16).smallest_normal)
 
@@ -88,7 +88,9 @@ def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
     lost = [
-        jnp.sum(jnp.where(jnp.isfinite(unscaled(x, scale)), (jnp.abs(x) < _SMALLEST_NORMAL).astype(jnp.float32), jnp.nan))
+        jnp.sum(
+            jnp.where(jnp.isfinite(unscaled(x, scale)), (jnp.abs(x) < _SMALLEST_NORMAL).astype(jnp.float32), jnp.nan)
+        )
         for x in leaves
     ]
     share = sum(lost, start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))

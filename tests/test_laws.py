@@ -135,7 +135,8 @@ def numbers(tree: Any) -> list[np.ndarray]:
 
 @functools.cache
 def compiled(name: str, derivative: Callable[..., Any] | None) -> Callable[..., Any]:
-    fn = of_floats(TABLE[name])
+    with jax.enable_x64(False):  # whoever asks first: the integers that are bound stay 32 bits wide
+        fn = of_floats(TABLE[name])
     return jax.jit(derivative(fn) if derivative else fn)
 
 

@@ -1,4 +1,4 @@
-"""The documented usage of the library whose API we keep, as far as it concerns `amp` and policies."""
+"""The documented usage of the library whose API we keep: `amp`, policies, and the dynamic loss scaler."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,26 +69,76 @@ def test_scope_keys_are_outermost_first_and_the_special_scopes_stop():
     assert matmul_dtypes(jaxpr) == [("float32", "float32")] * 3
 
 
-def test_the_documented_train_step():
-    def loss_fn(model_state, minibatch):
-        x, y = minibatch
-        logits = jax.vmap(model_state)(x)
-        accuracy = jnp.mean((jnp.argmax(logits, -1) == y).astype(jnp.float32))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), accuracy
+# -- the documented training loop, with a loss in place of its ellipsis
 
-    def train_step(model_state, opt_state, minibatch, optimizer):
-        amp_loss_fn = jaxamp.amp(loss_fn)
-        value_and_grad_fn = eqx.filter_value_and_grad(amp_loss_fn, has_aux=True)
-        (loss, accuracy), grads = value_and_grad_fn(model_state, minibatch)
-        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model_state, eqx.is_array))
-        return eqx.apply_updates(model_state, updates), opt_state, loss, accuracy
+MINIBATCH = jax.random.normal(jax.random.key(1), (32, 4)), jnp.arange(32) % 3
 
-    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
-    optimizer = optax.sgd(0.5)
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-    batch = jax.random.normal(jax.random.key(1), (32, 4)), jnp.arange(32) % 3
-    step, losses = eqx.filter_jit(train_step), []
+
+def loss_fn(model_state, minibatch):
+    x, y = minibatch
+    logits = jax.nn.relu(x @ model_state["up"]) @ model_state["down"]
+    accuracy = jnp.mean((jnp.argmax(logits, -1) == y).astype(jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), accuracy
+
+
+def model_state():
+    up, down = jax.random.split(jax.random.key(0))
+    return {"up": jax.random.normal(up, (4, 8)), "down": jax.random.normal(down, (8, 3))}
+
+
+def train_step(model_state, opt_state, minibatch, dynamic_scaler_state, optimizer):
+    amp_loss_fn = jaxamp.amp(loss_fn)
+
+    value_and_grad_fn = jaxamp.dynamic_scale_value_and_grad(amp_loss_fn, has_aux=True)
+
+    dynamic_scaler_state, ((loss, accuracy), grads) = value_and_grad_fn(
+        model_state, minibatch, dynamic_scaler_state=dynamic_scaler_state
+    )
+
+    updates, opt_state = optimizer.update(grads, opt_state, model_state)
+    model_state = optax.apply_updates(model_state, updates)
+    return model_state, opt_state, dynamic_scaler_state, loss, accuracy
+
+
+def test_the_documented_train_step_learns():
+    optimizer, model = optax.sgd(0.5), model_state()
+    opt_state, scaler = optimizer.init(model), jaxamp.DynamicScalerState()
+    step, losses = jax.jit(train_step, static_argnums=4), []
     for _ in range(20):
-        model, opt_state, loss, _ = step(model, opt_state, batch, optimizer)
+        model, opt_state, scaler, loss, accuracy = step(model, opt_state, MINIBATCH, scaler, optimizer)
         losses.append(float(loss))
     assert losses[-1] < losses[0]
+    assert accuracy.shape == ()
+    assert (int(scaler.count), int(scaler.total_resets)) == (20, 0)
+
+
+def test_the_documented_short_form():
+    def loss(model, minibatch):
+        return loss_fn(model, minibatch)[0]
+
+    scaler_state = jaxamp.DynamicLossScaler()
+    amp_loss = jaxamp.amp(loss)
+    grad_fn = jaxamp.dynamic_scale_grad(amp_loss)
+    scaler_state, grad = grad_fn(model_state(), MINIBATCH, dynamic_scaler_state=scaler_state)
+    exact = jax.grad(loss)(model_state(), MINIBATCH)
+    for name, expected in exact.items():
+        assert jnp.linalg.norm(grad[name] - expected) < 1e-2 * jnp.linalg.norm(expected)
+    assert scaler_state.finite
+
+
+def test_the_documented_defaults():
+    state = jaxamp.DynamicScalerState()
+    assert (int(state.patience), float(state.adjust_factor), float(state.scaler), int(state.count)) == (
+        2000,
+        2,
+        2**15,
+        0,
+    )
+
+
+def test_the_documented_alternative_to_skip_a_step():
+    """`optax.apply_if_finite` around the optimizer, in place of `update_if_finite`."""
+    optimizer, model = optax.apply_if_finite(optax.sgd(0.5), 5), model_state()
+    opt_state, minibatch = optimizer.init(model), (MINIBATCH[0].at[0, 0].set(jnp.nan), MINIBATCH[1])
+    after, *_ = train_step(model, opt_state, minibatch, jaxamp.DynamicScalerState(), optimizer)
+    assert all(jnp.array_equal(after[name], model[name]) for name in model)
