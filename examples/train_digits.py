@@ -2,8 +2,8 @@
 
     pip install -e '.[examples]' && python examples/train_digits.py
 
-The model is written in plain float32. The runs differ in two things: the loss goes through `jaxamp.amp`, and float16 has a
-loss scaler. The other two have one that does nothing.
+The model is written in plain float32. The runs differ in two things: the loss goes through `jaxamp.amp`, and float16
+has a loss scaler. The other two have one that does nothing.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 from matplotlib.ticker import PercentFormatter
 from rich import print
 from rich.progress import track
@@ -79,25 +78,13 @@ def train(name, loss_fn, scaler, train_set, test_set, steps):
             accuracies.append((i + 1, float(evaluate(params, *test_set)[1])))
 
     pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: loss_fn(p, *batch)[0], p)[1], params)
-    flops = list(matmuls(jax.make_jaxpr(step)(params, state, scaler, *batch).jaxpr))
     return {
         "losses": losses,
         "accuracies": accuracies,
         "time": np.median(times[1:]),  # the first step compiles
         "kept": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback)),
         "scaler": jaxamp.scaler_metrics(scaler),
-        "low": sum(n for n, dtype in flops if dtype.itemsize == 2) / sum(n for n, _ in flops),
     }
-
-
-def matmuls(jaxpr, times=1):
-    """The FLOPs of each matmul in a jaxpr, with the dtype of its operands."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            x, contracted = eqn.invars[0].aval, eqn.params["dimension_numbers"][0][0]
-            yield times * 2 * eqn.outvars[0].aval.size * math.prod(x.shape[i] for i in contracted), x.dtype
-        for inner in jaxprs_in_params(eqn.params):
-            yield from matmuls(getattr(inner, "jaxpr", inner), times * eqn.params.get("length", 1))  # a scan's length
 
 
 def draw(runs, path):
@@ -144,7 +131,6 @@ def main():
     table.add_row("final loss", *(f"{run['losses'][-1]:.4f}" for run in runs.values()))
     table.add_row("median step", *(f"{1e3 * run['time']:.1f} ms" for run in runs.values()))
     table.add_row("kept for the backward pass", *(f"{run['kept'] / 2**20:.2f} MiB" for run in runs.values()))
-    table.add_row("matmul FLOPs in low precision", *(f"{run['low']:.0%}" for run in runs.values()))
     table.add_row("loss scale at the end", *(f"{run['scaler']['scale']:.0f}" for run in runs.values()))
     table.add_row("steps skipped", *(f"{run['scaler']['total_skipped']}" for run in runs.values()))
     print(table)
