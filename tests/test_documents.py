@@ -36,8 +36,9 @@ def test_the_digits_example_runs(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_overhead_benchmark_runs():
-    command = [sys.executable, "-m", "benchmarks.overhead", "--small"]
+@pytest.mark.parametrize("name", ["overhead", "scaler"])
+def test_the_benchmarks_run(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "ratio" in run.stdout
 

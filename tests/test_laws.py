@@ -24,6 +24,8 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 SHARPER = {jnp.bfloat16: 1.0, jnp.float16: 0.25}
 # A derivative rounds twice: forwards and backwards.
 DERIVATIVE = 2.0
+# Where the models of libraries take long, and tell little that the programs in plain JAX do not.
+SLOW = ("vmap", "amp_of_grad", "jvp")
 HESSIANS = ("gelu", "softmax", "layer_norm", "rnn_by_scan", "custom_jvp_with_matmuls")
 
 
@@ -33,13 +35,16 @@ def over(law: str, *dtypes: Any, values: bool = False) -> Any:
     `values`: the law compares numbers with the oracle's.
     """
     libraries = {program.name for program in LIBRARIES}
+
+    def marks(name: str, dtype: Any) -> Any:
+        yield pytest.mark.xdist_group(name)
+        if name in libraries:
+            yield pytest.mark.promotes
+            if values and (law in SLOW or dtype is jnp.float16):
+                yield pytest.mark.slow
+
     cases = [
-        pytest.param(
-            program,
-            dtype,
-            id=f"{name}-{dtype.__name__}",
-            marks=[pytest.mark.xdist_group(name), *([pytest.mark.promotes] if name in libraries else [])],
-        )
+        pytest.param(program, dtype, id=f"{name}-{dtype.__name__}", marks=list(marks(name, dtype)))
         for name, program in TABLE.items()
         for dtype in dtypes
         if not program.without.keys() & {law, dtype.__name__, *(["oracle"] if values else [])}
