@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, quick compilation, and strict promotion where a test asks for nothing else."""
 
 import os
+import re
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The programs are small: compiling them is what takes time.
@@ -12,8 +13,25 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
+
+
+class _Together(LoadScopeScheduling):
+    """Tests that share what is slow to make run in one process: those of a program, those of two processes."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        program = re.search(r"test_laws\.py::\w+\[(.+)-b?float\d+\]", nodeid)
+        if program or "test_distributed.py" in nodeid:
+            return program[1] if program else "distributed"
+        return nodeid
+
+
+# The groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return _Together(config, log)
 
 
 @pytest.fixture(autouse=True)

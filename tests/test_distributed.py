@@ -16,7 +16,6 @@ from bits import assert_same_bits
 
 import jaxamp
 
-pytestmark = pytest.mark.xdist_group("distributed")
 KINDS = ("jit", "shard_map", "shard_map_unchecked")
 TIMEOUT = 120
 

@@ -37,7 +37,6 @@ def over(law: str, *dtypes: Any, values: bool = False) -> Any:
     libraries = {program.name for program in LIBRARIES}
 
     def marks(name: str, dtype: Any) -> Any:
-        yield pytest.mark.xdist_group(name)
         if name in libraries:
             yield pytest.mark.promotes
             if values and (law in SLOW or dtype is jnp.float16):
