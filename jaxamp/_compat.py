@@ -94,13 +94,13 @@ def zeros_like_aval(aval: Any) -> jax.Array:
     return ad_util.zeros_like_aval(aval)
 
 
-def varies(aval: Any) -> bool:
-    """Whether a value differs between the devices of a `shard_map`."""
-    return bool(aval.mat.varying)
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The axes of a `shard_map` along which a value, or a value of this type, differs between devices."""
+    return frozenset((x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying)
 
 
-def as_varying_as(aval: Any, x: jax.Array) -> jax.Array:
-    """`x`, in `shard_map` varying along the axes that `aval` varies along. `jax.lax.pvary` became `pcast` in 0.11."""
+def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    """`x`, in `shard_map` varying along `axes` too. `jax.lax.pvary` became `pcast` in 0.11."""
     from jax._src import core
 
-    return core.pvary(x, tuple(aval.mat.varying - jax.typeof(x).mat.varying))
+    return core.pvary(x, tuple(axes - varying_axes(x)))

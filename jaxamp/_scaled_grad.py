@@ -9,6 +9,7 @@ untouched. Gradients, at least float32, are made with a cotangent of `scaler` in
         grads /= scale
         finite = all_finite(grads)                      # agreed along axis_name
         stop if finite, or after redo_on_nan repeats, or if the scale can't fall
+        stop if the loss is not finite                  # it does not depend on the scale
         scale = lowered(scale)
     if finite:
         state.scaler = scale
@@ -17,6 +18,7 @@ untouched. Gradients, at least float32, are made with a cotangent of `scaler` in
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,11 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._compat import as_varying_as, consts_of, open_jaxpr, varies, zeros_like_aval
+from ._compat import as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
 from ._scaler import DynamicScalerState, check_state
-from ._tree import agreed, is_inexact, wider
+from ._tree import agreed, axes_of, is_inexact, wider
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float16).smallest_normal)
+_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 # -- scaling
@@ -49,13 +52,31 @@ def _seed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return _seed(x, scale), (tangents[0].astype(wide) * scale.astype(wide)).astype(x.dtype)
 
 
-def _holdable(scale: jax.Array, dtype: Any) -> jax.Array:
-    """The scale that a loss of this dtype can have as its cotangent: rounded, and a power of two where it overflows."""
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).nmant >= 23:
+def _seeded(name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
+    if axes := varying_axes(scale) - varying_axes(x):
+        raise ValueError(
+            f"{name} got a scale that differs along {sorted(axes)} of the shard_map, and a loss that does not; "
+            "expected devices with one loss to have one scale. Give these axes in axis_name too."
+        )
+    return _seed(x, scale)
+
+
+def _largest_cotangent(dtype: Any) -> float:
+    """The largest scale that is a cotangent of a float of this dtype: for a short one, a power of two."""
+    return 2.0 ** float(np.floor(np.log2(float(jnp.finfo(dtype).max)))) if _is_short(dtype) else _MAX
+
+
+def _is_short(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).nmant < 23
+
+
+def _as_cotangent(scale: jax.Array, dtype: Any) -> jax.Array:
+    """The scale that the loss will in fact have as its cotangent: rounded to its dtype, and within its range."""
+    if not _is_short(dtype):
         return scale
     info = jnp.finfo(dtype)
     rounded = lax.reduce_precision(scale, info.nexp, info.nmant)  # XLA would drop a cast and its reverse
-    return jnp.minimum(rounded, jnp.float32(2.0 ** np.floor(np.log2(float(info.max)))))
+    return jnp.minimum(rounded, _largest_cotangent(dtype))
 
 
 def scaled(tree: Any, scale: jax.Array) -> Any:
@@ -84,17 +105,16 @@ def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
 def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Whether gradients divided by `scale` are finite, and the share of entries lost before: float16 subnormals, zeros.
 
-    In one pass over them: the sum that counts what is lost is NaN if an entry is not finite.
+    In one pass over them: the sum that counts what is lost is infinite if an entry is not finite.
     """
+
+    def lost(x: Any) -> jax.Array:
+        small = (jnp.abs(x.astype(wider(x.dtype, jnp.float32))) < _SMALLEST_NORMAL).astype(jnp.float32)
+        return jnp.sum(jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf))
+
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    lost = [
-        jnp.sum(
-            jnp.where(jnp.isfinite(unscaled(x, scale)), (jnp.abs(x) < _SMALLEST_NORMAL).astype(jnp.float32), jnp.nan)
-        )
-        for x in leaves
-    ]
-    share = sum(lost, start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
-    return ~jnp.isnan(share), share
+    share = sum(map(lost, leaves), start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
+    return jnp.isfinite(share), share
 
 
 # -- running
@@ -105,14 +125,29 @@ class _Evaluated(NamedTuple):
 
     results: Any
     finite: jax.Array
+    curable: jax.Array  # whether a smaller scale might help
     underflow: jax.Array
+    limit: float  # larger scales act as this
 
 
-def _evaluated(grads: Any, scale: jax.Array, axis_name: Any, assemble: Callable[[Any], Any]) -> _Evaluated:
+def _evaluated(
+    grads: Any,
+    scale: jax.Array,
+    axis_name: Any,
+    assemble: Callable[[Any], Any],
+    value: jax.Array | None = None,
+) -> _Evaluated:
     finite, underflow = _judged(grads, scale)
-    if axis_name is not None:
-        finite, underflow = agreed(finite, axis_name), lax.pmean(underflow, axis_name)
-    return _Evaluated(assemble(unscaled(grads, scale)), finite, underflow)
+    finite = agreed(finite, axis_name)
+    for axis in axes_of(axis_name):
+        underflow = lax.pmean(underflow, axis)
+    curable = jnp.array(True)
+    if value is not None:
+        loss_is_finite = agreed(jnp.isfinite(value), axis_name)
+        if varying_axes(loss_is_finite) <= varying_axes(finite):  # else devices that must agree would not
+            curable = loss_is_finite
+    limit = _MAX if value is None else _largest_cotangent(value.dtype)
+    return _Evaluated(assemble(unscaled(grads, scale)), finite, curable, underflow, limit)
 
 
 def _step(
@@ -129,8 +164,12 @@ def _step(
         )
     else:
         out = evaluate(state.scaler)
-    underflow = jnp.where(out.finite, out.underflow, state.underflow)
-    return state.adjust(out.finite)._replace(underflow=underflow), out.results
+    state = state._replace(
+        scaler=jnp.minimum(state.scaler, out.limit),
+        underflow=jnp.where(out.finite, out.underflow, state.underflow),
+    )
+    state = state.adjust(out.finite)
+    return state._replace(scaler=jnp.minimum(state.scaler, out.limit)), out.results
 
 
 def _until_finite(
@@ -141,20 +180,22 @@ def _until_finite(
     One loop, and the evaluation once in the program: the results of the round before are overwritten, so the loop needs
     the memory of one evaluation.
     """
-    rest: list[_Static] = []
+    rest: list[tuple[_Static, float]] = []
 
     def flat(scale: jax.Array) -> list[Any]:
         out = evaluate(scale)
         arrays, static = _take_arrays(out.results)
-        rest.append(static)
-        return [out.finite, out.underflow, *arrays]
+        rest.append((static, out.limit))
+        return [out.finite, out.curable, out.underflow, *arrays]
 
-    start: tuple[Any, ...] = (jnp.array(True), jnp.int32(0), state.scaler)
+    # In shard_map: where devices have scalers of their own, the scale will vary as the answer does.
     jaxpr = jax.make_jaxpr(flat)(state.scaler)
-    finite = open_jaxpr(jaxpr).outvars[0].aval
-    if varies(finite):  # in shard_map, each device with a scaler of its own: the scale will vary as this does
-        start = tuple(as_varying_as(finite, x) for x in start)
+    fates = (open_jaxpr(jaxpr).outvars[0].aval, state.lowered(state.scaler))
+    axes = frozenset[Any]().union(*map(varying_axes, fates))
+    start = [as_varying(x, axes) for x in (jnp.array(True), jnp.int32(0), state.scaler)]
+    if axes != varying_axes(state.scaler):
         jaxpr = jax.make_jaxpr(flat)(start[-1])
+    static, limit = rest[-1]
 
     def again(carry: Any) -> jax.Array:
         return carry[0]
@@ -163,15 +204,18 @@ def _until_finite(
         _, redos, scale, _ = carry
         # Only the backward pass depends on the scale. XLA would take the forward pass out of the loop, and keep all
         # that it saves until the last round. A barrier that has seen the scale holds it inside.
-        consts = [lax.optimization_barrier((x, scale))[0] if is_inexact(x) else x for x in consts_of(jaxpr)]
-        finite, *others = jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, scale)
-        smaller = state.lowered(scale)
-        redo = ~finite & (redos < redo_on_nan) & (smaller < scale)
-        return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, *others]
+        consts = [
+            lax.optimization_barrier((x, scale))[0] if is_inexact(x) and varying_axes(x) >= axes else x
+            for x in consts_of(jaxpr)
+        ]
+        finite, curable, *others = jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, scale)
+        smaller = state.lowered(jnp.minimum(scale, limit))
+        redo = ~finite & curable & (redos < min(redo_on_nan, 2**31 - 1)) & (smaller < scale)
+        return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, curable, *others]
 
     first: Any = (*start, [zeros_like_aval(v.aval) for v in open_jaxpr(jaxpr).outvars])
-    _, redos, scale, (finite, underflow, *arrays) = lax.while_loop(again, round_, first)
-    return _Evaluated(rest[-1].put_back(arrays), finite, underflow), redos, scale
+    _, redos, scale, (finite, curable, underflow, *arrays) = lax.while_loop(again, round_, first)
+    return _Evaluated(static.put_back(arrays), finite, curable, underflow, limit), redos, scale
 
 
 class _Static(NamedTuple):
@@ -205,14 +249,20 @@ def _take_arrays(results: Any) -> tuple[list[Any], _Static]:
 
 
 def _with_keyword(keyword: str, fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`functools.wraps(fun)`, with one more keyword in the signature: `equinox.filter_jit` binds arguments to it."""
+    """The name of `fun`, and its signature with one more keyword: `equinox.filter_jit` binds arguments to it."""
 
     def wrap(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(wrapper, fun)
+        functools.update_wrapper(wrapper, fun, updated=())
+        del wrapper.__wrapped__  # type: ignore[attr-defined]  # the arrays of an Equinox module would hang on to it
         try:
             signature = inspect.signature(fun)
         except (TypeError, ValueError):  # some builtins have none
             return wrapper
+        if keyword in signature.parameters:
+            raise TypeError(
+                f"{wrapper.__name__} takes an argument {keyword!r} already; expected a function without one, for it is "
+                "added here. Rename that argument."
+            )
         parameters = list(signature.parameters.values())
         extra = inspect.Parameter(keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
         at = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -269,7 +319,7 @@ def dynamic_scale_value_and_grad(
         has_aux: Whether `fun` returns a pair, as in `jax.value_and_grad`.
         redo_on_nan: How many times to recompute non-finite gradients at a smaller scale, inside of the compiled step.
             If none of them is finite, the last ones are returned as they are, the scale is lowered once, and `skipped`
-            in the state counts the step.
+            in the state counts the step. If the loss is not finite itself, no scale would help, and none is tried.
         filter: Differentiate with `equinox.filter_value_and_grad`: the first argument's floating-point arrays. If
             `False`, with `jax.value_and_grad`, and `argnums`, `holomorphic` and `allow_int` go there.
         axis_name: In `pmap` and `shard_map`, the axis or axes along which all devices take part in one step: they agree
@@ -294,8 +344,9 @@ def dynamic_scale_value_and_grad(
     - Gradients that are not finite come back as they are. Give `state.finite` to `jaxamp.update_if_finite`.
     - In `pmap`, and in `shard_map` where the gradients differ between devices, leave out `axis_name` only if each
       device trains a model of its own. With `redo_on_nan` devices that don't agree would wait for each other for ever.
-    - A loss of dtype float16 has a float16 cotangent, which holds scales up to 2**15. Larger ones act as that.
-    - Outside of `jit`, `redo_on_nan` compiles its loop at each call.
+    - A loss of dtype float16 has a float16 cotangent, which holds scales up to 2**15: the state's scale stays there.
+    - Outside of `jit`, `redo_on_nan` compiles its loop at each call, which takes about a second. With it, the result
+      has no reverse-mode derivative of its own.
     """
     name = "dynamic_scale_value_and_grad"
 
@@ -322,25 +373,24 @@ def _dynamic_scale(
             f"differentiates the first argument: move it there, or write {name}(fun, filter=False, ...)."
         )
 
-    # The scale is a keyword argument, not a value closed over: a transform may keep what it traced.
-    @_with_keyword("_loss_scale", fun)
-    def seeded(*args: Any, _loss_scale: jax.Array, **f_kwargs: Any) -> Any:
-        value, aux = _as_loss(name, fun(*args, **f_kwargs), has_aux)
-        scale = _holdable(_loss_scale, value.dtype)
-        return _seed(value, scale), (scale, aux)
-
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
-    value_and_grad = transform(seeded, has_aux=True, **kwargs)
 
     @_with_keyword("dynamic_scaler_state", fun)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
-        if not filter:
-            _check_arguments(name, args, kwargs)
+        if filter:
+            _check_filtered(name, args)
+        else:
+            _check_unfiltered(name, args, kwargs)
 
         def evaluate(scale: jax.Array) -> _Evaluated:
-            (value, (used, aux)), grads = value_and_grad(*args, _loss_scale=scale, **f_kwargs)
-            return _evaluated(grads, used, axis_name, functools.partial(form, value, aux))
+            def seeded(*args: Any, **f_kwargs: Any) -> Any:
+                value, aux = _as_loss(name, fun(*args, **f_kwargs), has_aux)
+                used = _as_cotangent(scale, value.dtype)
+                return _seeded(name, value, used), (used, aux)
+
+            (value, (used, aux)), grads = transform(seeded, has_aux=True, **kwargs)(*args, **f_kwargs)
+            return _evaluated(grads, used, axis_name, functools.partial(form, value, aux), value)
 
         return _step(evaluate, state, redo_on_nan)
 
@@ -358,10 +408,11 @@ def dynamic_scale_tx(
 
     Args:
         transform: Takes a function and returns one that differentiates it: `jax.grad`, `jax.jacrev`, a per-example
-            gradient, one of your own. It must pass keyword arguments on to the function.
+            gradient, one of your own.
         redo_on_nan: As for `dynamic_scale_value_and_grad`.
-        where: From the results of the transformed function to the gradients among them, as in `equinox.tree_at`. They
-            are all gradients if left out.
+        where: From the results of the transformed function to the gradients among them, as in `equinox.tree_at`. Left
+            out, they are what JAX and Equinox return: all results, the first with `has_aux=True`, the second for
+            `value_and_grad`.
         axis_name: As for `dynamic_scale_value_and_grad`.
 
     Returns:
@@ -369,46 +420,55 @@ def dynamic_scale_tx(
         `(next_state, results)`.
 
     >>> import jax, jax.numpy as jnp, jaxamp
-    >>> transform = dynamic_scale_tx(jax.value_and_grad, where=lambda results: results[1])
-    >>> state, (value, grad) = transform(jnp.square)(3.0, dynamic_scaler_state=jaxamp.DynamicScalerState())
-    >>> float(value), float(grad)
-    (9.0, 6.0)
+    >>> per_example = dynamic_scale_tx(lambda loss: jax.vmap(jax.grad(loss), (None, 0)))
+    >>> state = jaxamp.DynamicScalerState()
+    >>> state, grads = per_example(lambda w, x: w * x)(3.0, jnp.arange(3.0), dynamic_scaler_state=state)
+    >>> grads
+    Array([0., 1., 2.], dtype=float32)
 
     **Sharp edges**
 
+    - A transform of your own that returns more than gradients needs `where`. What is not in it comes back as it is.
+    - The transform is applied at each call. If it compiles, it compiles each time: put `jit` around the whole.
     - A result of dtype float16 has a float16 cotangent. A scale beyond 2**15 overflows there, and is lowered.
     """
     name = "dynamic_scale_tx"
     _check_options(name, transform, redo_on_nan)
 
     def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        has_aux = kwargs.get("has_aux", False)
-
-        @_with_keyword("_loss_scale", fun)
-        def seeded(*f_args: Any, _loss_scale: jax.Array, **f_kwargs: Any) -> Any:
-            def seed(x: Any) -> Any:
-                return _seed(jnp.asarray(x), _loss_scale) if is_inexact(x) else x
-
-            out = fun(*f_args, **f_kwargs)
-            return (jax.tree.map(seed, out[0]), out[1]) if has_aux else jax.tree.map(seed, out)
-
-        transformed = transform(seeded, *args, **kwargs)
+        has_aux = bool(kwargs.get("has_aux", False))
+        grads_of = where or _gradients(transform, has_aux)
 
         @_with_keyword("dynamic_scaler_state", fun)
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
             def evaluate(scale: jax.Array) -> _Evaluated:
-                results = transformed(*f_args, _loss_scale=scale, **f_kwargs)
-                if where is None:
+                def seed(x: Any) -> Any:
+                    return _seeded(name, jnp.asarray(x), scale) if is_inexact(x) else x
+
+                def seeded(*f_args: Any, **f_kwargs: Any) -> Any:
+                    out = fun(*f_args, **f_kwargs)
+                    return (jax.tree.map(seed, out[0]), out[1]) if has_aux else jax.tree.map(seed, out)
+
+                results = transform(seeded, *args, **kwargs)(*f_args, **f_kwargs)
+                if grads_of is None:
                     return _evaluated(results, scale, axis_name, lambda grads: grads)
-                return _evaluated(where(results), scale, axis_name, functools.partial(eqx.tree_at, where, results))
+                put = functools.partial(eqx.tree_at, grads_of, results, is_leaf=lambda x: x is None)
+                return _evaluated(grads_of(results), scale, axis_name, put)
 
             return _step(evaluate, state, redo_on_nan)
 
         return scaled_fun
 
     return scaled_transform
+
+
+def _gradients(transform: Any, has_aux: bool) -> Callable[[Any], Any] | None:
+    """Where JAX's and Equinox's transforms have the gradients in their results; None if there is nothing else."""
+    if transform in (jax.value_and_grad, eqx.filter_value_and_grad):
+        return lambda results: results[1]
+    return (lambda results: results[0]) if has_aux else None
 
 
 # -- bad input
@@ -462,12 +522,21 @@ def _described(x: Any) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else repr(x)
 
 
-def _check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_filtered(name: str, args: tuple[Any, ...]) -> None:
+    """Equinox returns no gradients at all where there is nothing to differentiate, and that would count as finite."""
+    if args and not any(eqx.is_inexact_array(x) for x in jax.tree.leaves(args[0])):
+        raise TypeError(
+            f"{name} found no floating-point array in the first argument, of type {type(args[0]).__name__}; expected "
+            "the parameters there. Put them first, or write filter=False with argnums=."
+        )
+
+
+def _check_unfiltered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """JAX refuses integers too, later, and can't say what to write with us."""
     if kwargs.get("allow_int"):
         return
     argnums = kwargs.get("argnums", 0)
-    for i in (argnums,) if isinstance(argnums, int) else argnums:
+    for i in map(operator.index, argnums if isinstance(argnums, tuple | list) else (argnums,)):
         if not -len(args) <= i < len(args):
             return  # JAX says so
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._tree import check_bool
+
 Scalar = Any  # an array without dimensions, or a Python number
 _TINY, _MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
@@ -34,18 +36,18 @@ class DynamicScalerState(NamedTuple):
     """A dynamic loss scaler: a pytree of scalars, to be carried from step to step and saved in checkpoints.
 
     Arrays, NumPy scalars and Python numbers are accepted for each field. The first five are those of jaxamp 0.0.4.
-    `state.as_arrays()` makes arrays of all: Orbax restores into nothing else, Equinox takes Python numbers for static,
-    and a step is traced anew once they have become arrays.
+    `state.as_arrays()` makes arrays of all: Orbax restores into nothing else, `scan` and `cond` want the dtypes that a
+    step returns, Equinox takes Python numbers for static, and a step is traced anew once they have become arrays.
 
     Attributes:
         patience: How many finite steps to wait before the one that raises the scale.
         adjust_factor: The scale is raised by this factor.
-        scaler: The scale of the next step's gradients.
+        scaler: The loss scale: that of the next step's gradients.
         count: Finite steps since the scale last changed.
         total_resets: How often gradients were infinite or NaN, recomputed ones included.
         min_scaler: The scale is not lowered below this. May be less than 1. The default is float16's smallest normal
             number: the gradient of the loss itself would be lost below it.
-        max_scaler: The scale is not raised above this.
+        max_scaler: The scale is not raised above this. One that begins beyond a bound is not moved by it.
         backoff_factor: The scale is lowered by this factor; `None` is `1 / adjust_factor`.
         hysteresis: How many overflows it takes to lower the scale; refilled when the scale is raised.
         overflows: Overflows counted against `hysteresis` so far.
@@ -55,7 +57,7 @@ class DynamicScalerState(NamedTuple):
         skipped: Steps skipped in a row: zero if the last gradients were finite.
         total_redos: How often gradients were recomputed at a smaller scale (`redo_on_nan`).
         underflow: The share of the last finite gradients' entries that were zero, or subnormal in float16, at the scale
-            they were made with.
+            they were made with. Entries that are zero at any scale are in it.
 
     >>> state = DynamicScalerState(patience=1, scaler=8.0)
     >>> [float((state := state.adjust(finite)).scaler) for finite in (True, True, False)]
@@ -90,7 +92,7 @@ class DynamicScalerState(NamedTuple):
         growth_interval: int = 2000,
     ) -> Self:
         """PyTorch's `GradScaler`: no bounds but those of float32."""
-        return cls._scheme(growth_interval, growth_factor, backoff_factor, init_scale, _TINY, hysteresis=1)
+        return cls._scheme("torch", growth_interval, growth_factor, backoff_factor, init_scale, _TINY, hysteresis=1)
 
     @classmethod
     def deepspeed(
@@ -101,7 +103,8 @@ class DynamicScalerState(NamedTuple):
         min_loss_scale: float = 1.0,
     ) -> Self:
         """DeepSpeed's `fp16` section: the first overflow after a raise is tolerated."""
-        return cls._scheme(loss_scale_window, 2.0, 0.5, 2.0**initial_scale_power, min_loss_scale, hysteresis)
+        scale = 2.0**initial_scale_power
+        return cls._scheme("deepspeed", loss_scale_window, 2.0, 0.5, scale, min_loss_scale, hysteresis)
 
     @classmethod
     def megatron(
@@ -114,12 +117,14 @@ class DynamicScalerState(NamedTuple):
         hysteresis: int = 2,
     ) -> Self:
         """Megatron's `DynamicGradScaler`."""
-        return cls._scheme(growth_interval, growth_factor, backoff_factor, initial_scale, min_scale, hysteresis)
+        return cls._scheme(
+            "megatron", growth_interval, growth_factor, backoff_factor, initial_scale, min_scale, hysteresis
+        )
 
     @classmethod
     def static(cls, scale: float) -> Self:
         """A scale that never moves. Overflows are still seen and counted."""
-        return _as_numpy(cls(adjust_factor=1.0, scaler=scale))
+        return _as_numpy("static", cls(adjust_factor=1.0, scaler=scale))
 
     @classmethod
     def no_op(cls) -> Self:
@@ -128,15 +133,16 @@ class DynamicScalerState(NamedTuple):
 
     @classmethod
     def _scheme(
-        cls, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
+        cls, name: str, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
     ) -> Self:
         """Where others count the step that raises the scale too: they raise after `interval`, not one step later."""
         if not interval >= 2:
             raise ValueError(
-                f"the interval between two raises of the scale is {interval!r}; expected at least 2 steps. The "
-                "schemes' own defaults are 1000 and 2000."
+                f"{name} got an interval of {interval!r} between two raises of the scale; expected at least 2 steps. "
+                f"Leave it out for the scheme's own default, as in DynamicScalerState.{name}()."
             )
         return _as_numpy(
+            name,
             cls(
                 patience=interval - 1,
                 adjust_factor=growth,
@@ -145,7 +151,7 @@ class DynamicScalerState(NamedTuple):
                 max_scaler=_MAX,
                 backoff_factor=backoff,
                 hysteresis=hysteresis,
-            )
+            ),
         )
 
     # -- the rule
@@ -157,6 +163,7 @@ class DynamicScalerState(NamedTuple):
 
     def adjust(self, finite: Scalar) -> Self:
         """The next state, given whether this step's gradients were finite."""
+        check_bool("adjust", finite, "state.adjust(jaxamp.all_finite(grads))")
         s, finite = self.as_arrays(), jnp.asarray(finite)
         micro = jnp.where(finite, s.micro + 1, s.micro)
         complete = finite & (micro >= s.accumulate)
@@ -181,34 +188,50 @@ class DynamicScalerState(NamedTuple):
     def lowered(self, scale: jax.Array) -> jax.Array:
         """The scale after an overflow at `scale`: the same one where it may fall no further."""
         lowered = scale / self.adjust_factor if self.backoff_factor is None else scale * self.backoff_factor
-        return jnp.minimum(scale, jnp.maximum(lowered, jnp.maximum(self.min_scaler, _TINY)))
+        return jnp.minimum(scale, jnp.maximum(lowered, self._floor()))
+
+    def _floor(self) -> jax.Array:
+        return jnp.where(self.min_scaler > _TINY, self.min_scaler, _TINY)
 
     def as_arrays(self) -> Self:
-        """The state with each field an array of its own dtype, whatever numbers it was made with."""
-        return type(self)(*(None if x is None else jnp.asarray(x, kind) for x, kind in zip(self, _KINDS, strict=True)))
+        """The state with each field an array of its own dtype, whatever numbers it was made with.
+
+        A scale that is infinite, NaN or not positive can't be refused inside of `jit`: it becomes the nearest one that
+        works.
+        """
+        s = type(self)(*(None if x is None else jnp.asarray(x, kind) for x, kind in zip(self, _KINDS, strict=True)))
+        return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, _MAX), s._floor()))
 
 
 _KINDS = tuple(np.float32 if x is None else x.dtype for x in DynamicScalerState())
 DynamicLossScaler = DynamicScalerState
 
 
-def _as_numpy(state: DynamicScalerState) -> Any:
+def _as_numpy(name: str, state: DynamicScalerState) -> Any:
     """A state made of Python numbers in its dtypes, so that the second step is not traced anew."""
-    check_state("DynamicScalerState", state)
-    return type(state)(*(None if x is None else kind.type(x) for x, kind in zip(state, map(np.dtype, _KINDS))))
+    with np.errstate(over="ignore"):  # what overflows is refused
+        kinds = map(np.dtype, _KINDS)
+        state = type(state)(*(None if x is None else kind.type(x) for x, kind in zip(state, kinds, strict=True)))
+    check_state(f"DynamicScalerState.{name}", state)
+    return state
 
 
 def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
     """What a state has to tell, as Python numbers for a log. It waits for the step that made the state.
 
-    `scale` is the scale of the next step, `skipped` the steps skipped in a row, `total_skipped` and `total_redone` how
-    many were skipped and recomputed so far, and `underflow` the share of gradient entries that were zero, or subnormal
-    in float16, in the last finite step.
+    `scale` is the scale of the next step, `skipped` the steps skipped in a row, `total_skipped` the steps skipped so
+    far, `total_redone` how often gradients were recomputed, and `underflow` the share of gradient entries that were
+    zero, or subnormal in float16, in the last finite step.
 
     >>> scaler_metrics(DynamicScalerState())
     {'scale': 32768.0, 'skipped': 0, 'total_skipped': 0, 'total_redone': 0, 'underflow': 0.0}
     """
     _check_type("scaler_metrics", state)
+    if any(isinstance(x, jax.core.Tracer) for x in state):
+        raise TypeError(
+            "scaler_metrics got a state that is being traced; expected one with values. Return the state from the "
+            "jitted step, and call scaler_metrics on it outside."
+        )
     numbers = {name: np.ravel(x)[0].item() for name, x in state._asdict().items() if x is not None}  # pmap: one of many
     return {
         "scale": numbers["scaler"],
@@ -222,25 +245,41 @@ def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
 # -- bad input
 
 
-_POSITIVE = ("patience", "adjust_factor", "scaler", "backoff_factor", "hysteresis", "accumulate", "max_scaler")
+_POSITIVE = ("patience", "scaler", "backoff_factor", "hysteresis", "accumulate", "max_scaler", "adjust_factor")
 
 
 def check_state(name: str, state: Any) -> None:
     """Refuse what is no state, and a state with values that can't work, where they are known."""
     _check_type(name, state)
     for field, value in state._asdict().items():
-        if value is None or isinstance(value, jax.core.Tracer):
+        if isinstance(value, jax.core.Tracer) or (value is None and field == "backoff_factor"):
             continue
-        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
-            raise TypeError(
-                f"{name} got a state with {field}={value!r}; expected a number. In pmap and vmap, call it on the state "
-                "inside, where each field is a scalar."
-            )
-        if field in _POSITIVE and not (0 < float(value) < float("inf")):
-            raise ValueError(
-                f"{name} got a state with {field}={float(value):g}; expected a positive, finite number. "
-                f"Write DynamicScalerState(...) with its default, {field}={_default(field)}."
-            )
+        _check_number(name, field, value)
+        number = float(value)
+        positive = field in _POSITIVE
+        if not 0 <= number < float("inf") or (positive and not number):
+            expected = "a positive, finite number" if positive else "a finite number, 0 or more"
+        elif (field == "adjust_factor" and number < 1) or (field == "backoff_factor" and number > 1):
+            expected = "1 or more, for it raises the scale" if number < 1 else "1 or less, for it lowers the scale"
+        else:
+            continue
+        raise ValueError(
+            f"{name} got a state with {field}={number:g}; expected {expected}. Leave it out for its default, "
+            f"{field}={_default(field)}."
+        )
+
+
+def _check_number(name: str, field: str, value: Any) -> None:
+    if np.ndim(value):
+        raise TypeError(
+            f"{name} got a state with {field} of shape {np.shape(value)}; expected a number. In pmap and vmap, call it "
+            "on the state inside, where each field is a scalar."
+        )
+    if value is None or not jnp.issubdtype(np.asarray(value).dtype, np.number):
+        raise TypeError(
+            f"{name} got a state with {field}={value!r}; expected a number. Leave it out for its default, "
+            f"{field}={_default(field)}."
+        )
 
 
 def _default(field: str) -> Any:

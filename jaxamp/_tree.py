@@ -33,6 +33,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def wider(a: Any, b: Any) -> Any:
     """The dtype that holds the values of both, also where a user asked JAX for strict promotion."""
+    a, b = (jnp.float32 if jnp.issubdtype(x, jnp.floating) and jnp.dtype(x).itemsize < 2 else x for x in (a, b))
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(a, b)
 
@@ -86,8 +87,15 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
 
 
 def agreed(flag: jax.Array, axis_name: Any) -> jax.Array:
-    """A flag that is set only if it is set on each device along an axis."""
-    return flag if axis_name is None else lax.pmin(flag.astype(jnp.int32), axis_name) > 0
+    """A flag that is set only if it is set on each device along an axis, or along several."""
+    for axis in axes_of(axis_name):  # one at a time: in `shard_map` the flag may vary along some of them only
+        flag = lax.pmin(flag.astype(jnp.int32), axis) > 0
+    return flag
+
+
+def axes_of(axis_name: Any) -> tuple[Any, ...]:
+    """The axes that `axis_name=` gives: none, one, or several."""
+    return () if axis_name is None else tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def tree_where(pred: Any, a: Tree, b: Tree) -> Tree:
@@ -105,11 +113,13 @@ def tree_where(pred: Any, a: Tree, b: Tree) -> Tree:
 
 
 def check_bool(name: str, pred: Any, instead: str) -> None:
-    if jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
-        raise TypeError(
-            f"{name} got a condition of shape {jnp.shape(pred)} and dtype {jnp.result_type(pred)}; expected one bool. "
-            f"Write {instead}."
-        )
+    """Refuse a condition that is not one bool, at the call of `name`."""
+    if _is_array(pred):
+        given = f"of shape {pred.shape} and dtype {pred.dtype}"
+    else:
+        given = f"of type {type(pred).__name__}"
+    if not (isinstance(pred, bool) or (_is_array(pred) and pred.dtype == jnp.bool_ and pred.shape == ())):
+        raise TypeError(f"{name} got a condition {given}; expected one bool. Write {instead}.")
 
 
 def _chooser(pred: Any) -> Callable[[Any, Any], Any]:

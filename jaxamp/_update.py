@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 import optax
 
-from ._tree import cast_floating_like, is_inexact, tree_where, wider
+from ._scaler import DynamicScalerState
+from ._tree import cast_floating_like, check_bool, is_inexact, tree_where, wider
 
 Model = TypeVar("Model")
 
@@ -46,12 +47,32 @@ def update_if_finite(
     - Optax makes moments in the dtype of the parameters, and here they stay in it. For parameters in float16 or
       bfloat16, initialise the optimizer with `jaxamp.cast_floating(params, jnp.float32)`.
     """
+    if isinstance(finite, DynamicScalerState):
+        raise TypeError(
+            "update_if_finite got a DynamicScalerState as its condition; expected one bool. Write state.finite, of the "
+            "state that came with these gradients."
+        )
+    check_bool("update_if_finite", finite, "update_if_finite(model, optimizer, opt_state, grads, state.finite)")
     params, static = eqx.partition(model, is_inexact)
+    instead = "Pass what dynamic_scale_grad returned, without aux."
+    _check_structure("gradients", _structure(grads), _structure(model), instead)
     grads = jax.tree.map(lambda p, g: None if p is None else g, params, grads, is_leaf=_is_none)
     updates, new_state = _with_extra_args(optimizer).update(grads, opt_state, params, **extra_args)
+    instead = "Initialise with optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+    _check_structure("an optimizer state", jax.tree.structure(opt_state), jax.tree.structure(new_state), instead)
     new_params = jax.tree.map(_added, params, updates, is_leaf=_is_none)
     new_state = cast_floating_like(new_state, opt_state)  # moments of float16 parameters and float32 gradients
     return eqx.combine(tree_where(finite, new_params, params), static), tree_where(finite, new_state, opt_state)
+
+
+def _check_structure(what: str, given: Any, expected: Any, instead: str) -> None:
+    if given != expected:
+        raise TypeError(f"update_if_finite got {what} of the structure {given}; expected {expected}. {instead}")
+
+
+def _structure(tree: Any) -> Any:
+    """With None in a leaf's place or without: an array that is not trained has no gradient."""
+    return jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=_is_none))
 
 
 def _is_none(x: Any) -> bool:

@@ -206,7 +206,7 @@ def test_the_run_has_overflows_of_both_kinds():
     state = whole_run()[2]
     metrics = jaxamp.scaler_metrics(state)
     assert metrics["total_skipped"] >= 4
-    assert metrics["total_redone"] >= 5
+    assert metrics["total_redone"] >= 3
     assert metrics["scale"] != float(beginning()[2].scaler)
 
 

@@ -401,11 +401,11 @@ def test_an_unknown_half_precision_is_refused():
 def test_a_condition_that_is_no_bool_is_refused(peer, pred):
     with pytest.raises((AssertionError, AttributeError)):
         peer.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "select_tree got a condition of shape", "expected one bool", r"Write select_tree\(mpx"):
+    with raises(TypeError, "select_tree got a condition of", "expected one bool", r"Write select_tree\(mpx"):
         mpx.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "adjust got a condition of shape", "expected one bool", r"Write loss_scaling.adjust\(mpx"):
+    with raises(TypeError, "adjust got a condition of", "expected one bool", r"Write loss_scaling.adjust\(mpx"):
         scaling_of(mpx).adjust(pred)
-    with raises(TypeError, "optimizer_update got a condition of shape", "expected one bool", "Write the grads_finite"):
+    with raises(TypeError, "optimizer_update got a condition of", "expected one bool", "Write the grads_finite"):
         mpx.optimizer_update({}, optax.sgd(0.1), (), {}, pred)
 
 

@@ -179,26 +179,61 @@ def test_an_overflow_is_redone_until_it_is_finite(way, redo_on_nan):
         assert (int(state.total_resets), int(state.total_redos)) == (redo_on_nan + 1, redo_on_nan)
 
 
-def test_a_batch_that_is_nan_at_every_scale_lowers_the_scale_once():
-    batch = batch_of()[0].at[3, 2].set(jnp.nan), batch_of()[1]
-    state, grads = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=10)(W, batch, dynamic_scaler_state=DynamicScalerState())
-    assert float(state.scaler) == 2**14
+def nan_gradients(w, batch):
+    """A finite loss with gradients that are NaN at every scale."""
+    return LOSS(w, batch) + jnp.sum(jnp.sqrt(0.0 * w))
+
+
+def test_gradients_that_are_nan_at_every_scale_lower_it_once():
+    grad_fn = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=10)
+    state, grads = grad_fn(W, batch_of(), dynamic_scaler_state=DynamicScalerState())
     assert np.isnan(grads).any()
     assert jaxamp.scaler_metrics(state) | {"underflow": 0} == {
         "scale": 2**14, "skipped": 1, "total_skipped": 1, "total_redone": 10, "underflow": 0
     }  # fmt: skip
 
 
+def test_a_loss_that_is_not_finite_is_not_redone():
+    batch = batch_of()[0].at[3, 2].set(jnp.nan), batch_of()[1]
+    state, grads = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=10)(W, batch, dynamic_scaler_state=DynamicScalerState())
+    assert np.isnan(grads).any()
+    assert (float(state.scaler), int(state.total_redos), int(state.skipped)) == (2**14, 0, 1)
+
+
 def test_a_redo_ignores_hysteresis_and_stops_at_the_smallest_scale():
-    bad = batch_of()[0].at[0, 0].set(jnp.inf), batch_of()[1]
     state = DynamicScalerState(scaler=8.0, min_scaler=2.0, hysteresis=3)
-    state, _ = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=50)(W, bad, dynamic_scaler_state=state)
+    state, _ = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=2**40)(W, batch_of(), dynamic_scaler_state=state)
     assert (int(state.total_redos), float(state.scaler), int(state.overflows)) == (2, 8.0, 1)
 
 
+def test_the_scale_of_a_float16_loss_stays_where_float16_ends():
+    def loss(w, x):
+        return jnp.sum(w.astype(jnp.float16) * x.astype(jnp.float16))
+
+    x, start = jnp.full(4, 4.0), DynamicScalerState(scaler=2.0**17, patience=1)
+    _, _ = jaxamp.dynamic_scale_grad(loss)(W, x / 8, dynamic_scaler_state=start)
+    state, grads = jaxamp.dynamic_scale_grad(loss, redo_on_nan=2)(W, x, dynamic_scaler_state=start)
+    assert (float(state.scaler), int(state.total_redos), grads.tolist()) == (2**13, 2, [4.0] * 4)
+    state, _ = jaxamp.dynamic_scale_grad(loss)(W, x, dynamic_scaler_state=start)
+    assert float(state.scaler) == 2**14
+    for _ in range(4):
+        state, _ = jaxamp.dynamic_scale_grad(loss)(W, x / 8, dynamic_scaler_state=state)
+    assert float(state.scaler) == 2**15
+
+
+@pytest.mark.parametrize("scale", [0.0, -4.0, np.inf, -np.inf, np.nan])
+def test_a_scale_that_cannot_work_is_mended_where_it_cannot_be_refused(scale):
+    step = jax.jit(jaxamp.dynamic_scale_grad(error))
+    state, grads = step(W, batch_of(), dynamic_scaler_state=DynamicScalerState(scaler=np.float32(scale)))
+    state, grads = step(W, batch_of(), dynamic_scaler_state=state)
+    assert np.isfinite(state.scaler)
+    assert float(state.scaler) > 0
+    assert np.isfinite(grads).all() or scale == np.inf  # which has a long way down
+
+
 def test_a_static_scale_is_not_redone():
-    bad = batch_of()[0].at[0, 0].set(jnp.inf), batch_of()[1]
-    state, _ = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=50)(W, bad, dynamic_scaler_state=DynamicScalerState.no_op())
+    grad_fn = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=50)
+    state, _ = grad_fn(W, batch_of(), dynamic_scaler_state=DynamicScalerState.no_op())
     assert (int(state.total_redos), float(state.scaler), int(state.skipped)) == (0, 1.0, 1)
 
 
@@ -292,6 +327,67 @@ def test_without_an_axis_each_device_of_a_shard_map_has_a_scaler_of_its_own(redo
     fell = np.asarray(state.scaler) < 2**15
     assert fell.tolist() == [i == 4 for i in range(8)]
     assert (np.asarray(state.total_redos) > 0).tolist() == [redo_on_nan > 0 and i == 4 for i in range(8)]
+
+
+def tensor_parallel_loss(params, x):
+    return jnp.mean((lax.psum(x @ params["w"], "model") + params["b"]) ** 2)
+
+
+@pytest.mark.parametrize("redo_on_nan", [0, 3])
+def test_devices_agree_along_two_axes_where_gradients_vary_along_one(redo_on_nan):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params, specs = {"w": jnp.ones(8), "b": jnp.ones(())}, {"w": P("model"), "b": P()}
+
+    def step(params, x, state):
+        grad_fn = jaxamp.dynamic_scale_grad(
+            jaxamp.amp(tensor_parallel_loss), axis_name=("data", "model"), redo_on_nan=redo_on_nan
+        )
+        return grad_fn(params, x, dynamic_scaler_state=state)
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data", "model"), P()), out_specs=(P(), specs)))
+    for x, finite in (
+        (jnp.full((16, 8), 2.0**-6), True),
+        (jnp.full((16, 8), 2.0**-6).at[9, 3].set(4.0), redo_on_nan > 0),
+    ):
+        state, grads = run(params, x, DynamicScalerState())
+        assert bool(state.finite) == finite == bool(jaxamp.all_finite(grads))
+
+
+def test_a_scale_that_varies_where_the_loss_does_not_is_refused():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(params, x, state):
+        grad_fn = jaxamp.dynamic_scale_grad(tensor_parallel_loss, axis_name="data", redo_on_nan=3)
+        return grad_fn(params, x, dynamic_scaler_state=state)[0].scaler[None]
+
+    with pytest.raises(
+        ValueError, match=r"differs along \['model'\] .*; expected devices .* Give these axes in axis_name"
+    ):
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=({"w": P("model"), "b": P()}, P("data", "model"), P()),
+            out_specs=P("model"),
+        )({"w": jnp.ones(8), "b": jnp.ones(())}, jnp.ones((16, 8)), DynamicScalerState())
+
+
+@pytest.mark.parametrize("axis_name", ["data", None])
+def test_states_stacked_as_pmap_leaves_them_work_in_shard_map(axis_name):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    states = jax.tree.map(lambda x: jnp.stack([x] * 8), DynamicScalerState().as_arrays())
+    scale = jnp.arange(1.0, 5.0)  # the same on all devices, and closed over
+
+    def step(w, x, state):
+        w, state = jax.tree.map(lambda a: a[0], (w, state))
+        grad_fn = jaxamp.dynamic_scale_grad(
+            lambda w, x: jnp.mean((x @ (w * scale)) ** 2), redo_on_nan=3, axis_name=axis_name
+        )
+        return jax.tree.map(lambda a: a[None], grad_fn(w, x, dynamic_scaler_state=state))
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    state, grads = run(jnp.stack([W] * 8), batch_of()[0], states)
+    assert np.isfinite(grads).all()
+    assert np.asarray(state.count).tolist() == [1] * 8
 
 
 def test_under_vmap_each_example_has_a_scaler_of_its_own():
@@ -478,32 +574,80 @@ def test_any_transform_that_makes_gradients_can_be_scaled():
     assert bits(forwards(x, dynamic_scaler_state=state)[1]) == bits(jax.jacfwd(jnp.square)(x))
 
 
-def test_where_says_which_results_are_gradients():
-    def loss(w, x):
-        return jnp.sum((w * x) ** 2), x
+def test_values_and_aux_of_other_transforms_come_back_as_they_are():
+    def loss(w):
+        return jnp.sum(w**2), {"metric": jnp.float32(jnp.nan)}
 
-    transform = jaxamp.dynamic_scale_tx(jax.value_and_grad, where=lambda results: results[1], redo_on_nan=3)
-    state, ((value, aux), grads) = transform(loss, has_aux=True)(
-        jnp.float32(2), jnp.arange(3.0), dynamic_scaler_state=DynamicScalerState()
+    def run(transform, fun, **kwargs):
+        state, results = jaxamp.dynamic_scale_tx(transform)(fun, **kwargs)(W, dynamic_scaler_state=DynamicScalerState())
+        assert (bool(state.finite), float(state.scaler)) == (True, 2**15)
+        return results
+
+    for transform in (jax.value_and_grad, eqx.filter_value_and_grad):
+        (value, aux), grads = run(transform, loss, has_aux=True)
+        assert float(value) == float(jnp.sum(W**2))
+        assert np.isnan(aux["metric"])
+        assert bits(grads) == bits(2 * W)
+        value, grads = run(transform, lambda w: jnp.sum(w**2))
+        assert float(value) == float(jnp.sum(W**2))
+    for transform in (jax.grad, eqx.filter_grad):
+        grads, aux = run(transform, loss, has_aux=True)
+        assert bits(grads) == bits(2 * W)
+        assert np.isnan(aux["metric"])
+
+
+def test_gradients_of_each_example_can_be_scaled():
+    per_example = jaxamp.dynamic_scale_tx(lambda fn: jax.vmap(jax.grad(fn), (None, 0)), redo_on_nan=2)
+    x = batch_of()[0]
+    state, grads = jax.jit(per_example(lambda w, x: jnp.sum((w * x) ** 2)))(
+        W, x, dynamic_scaler_state=DynamicScalerState()
     )
-    assert (float(value), aux.tolist(), float(grads)) == (20.0, [0, 1, 2], 20.0)
+    np.testing.assert_allclose(grads, 2 * W * x**2, rtol=1e-6)
     assert state.finite
 
 
-def test_a_transform_that_compiles_is_compiled_once():
-    traces = []
+def test_where_says_which_results_are_gradients():
+    def mine(fn):
+        return lambda *args: {"grads": jax.grad(fn)(*args), "norm": jnp.float32(jnp.inf)}
 
-    def loss(w):
-        traces.append(w)
-        return jnp.sum(w**2)
+    transform = jaxamp.dynamic_scale_tx(mine, where=lambda results: results["grads"], redo_on_nan=3)
+    state, results = transform(lambda w: jnp.sum(w**2))(W, dynamic_scaler_state=DynamicScalerState())
+    assert bits(results["grads"]) == bits(2 * W)
+    assert results["norm"] == jnp.inf
+    assert state.finite
 
-    grad_fn = jaxamp.dynamic_scale_tx(lambda fn: jax.jit(jax.grad(fn)))(loss)
-    state = DynamicScalerState(patience=1)
-    for _ in range(4):
-        state, grads = grad_fn(W, dynamic_scaler_state=state)
-        assert bits(grads) == bits(2 * W)
-    assert len(traces) == 1
-    assert float(state.scaler) == 2**17
+
+def test_an_equinox_module_and_its_methods_are_functions():
+    class Loss(eqx.Module):
+        target: jax.Array
+
+        def __call__(self, w):
+            return jnp.sum((w - self.target) ** 2)
+
+        def twice(self, w):
+            return 2 * self(w)
+
+    loss, state = Loss(jnp.zeros(4)), DynamicScalerState()
+    for fun, factor in ((loss, 2), (loss.twice, 4)):
+        _, grads = eqx.filter_jit(jaxamp.dynamic_scale_grad(fun))(W, dynamic_scaler_state=state)
+        assert bits(grads) == bits(factor * W)
+
+
+def test_an_overflow_is_no_nan_to_debug_nans():
+    with jax.debug_nans(True):
+        state, grads = jaxamp.dynamic_scale_grad(lambda w: jnp.sum(w * jnp.inf))(
+            jnp.ones(4), dynamic_scaler_state=DynamicScalerState()
+        )
+    assert not state.finite
+    assert np.isinf(grads).all()
+
+
+def test_float8_parameters_have_float32_gradients():
+    w = jnp.ones(3, jnp.float8_e4m3fn)
+    _, grads = jaxamp.dynamic_scale_grad(lambda w: jnp.sum(w.astype(jnp.float32) ** 2))(
+        w, dynamic_scaler_state=DynamicScalerState.no_op()
+    )
+    assert (grads.dtype, grads.tolist()) == (jnp.float32, [2.0] * 3)
 
 
 # -- bad input
@@ -530,12 +674,14 @@ class TestBadInput:
     @pytest.mark.parametrize("value", [0, -1, float("nan")])
     def test_a_state_that_cannot_work(self, make, field, value):
         state = DynamicScalerState(**{field: value})
-        with pytest.raises(ValueError, match=rf"a state with {field}=.*; expected a positive, finite number. Write"):
+        with pytest.raises(ValueError, match=rf"a state with {field}=.*; expected a positive, finite number. Leave it"):
             make(error)(W, batch_of(), dynamic_scaler_state=state)
 
     def test_a_state_of_arrays_with_dimensions(self, make):
         state = DynamicScalerState(scaler=jnp.ones(8))
-        with pytest.raises(TypeError, match=r"a state with scaler=.*; expected a number. In pmap and vmap"):
+        with pytest.raises(
+            TypeError, match=r"a state with scaler of shape \(8,\); expected a number. In pmap and vmap"
+        ):
             make(error)(W, batch_of(), dynamic_scaler_state=state)
 
     @pytest.mark.parametrize("redo_on_nan", [-1, 1.5, True, None])
@@ -571,6 +717,39 @@ class TestBadInput:
             make(lambda p: p["w"].sum(), filter=False)(
                 {"w": W, "n": jnp.arange(2)}, dynamic_scaler_state=DynamicScalerState()
             )
+
+    def test_a_state_with_a_factor_the_wrong_way_round(self, make):
+        for state, message in (
+            (DynamicScalerState(adjust_factor=0.5), r"adjust_factor=0.5; expected 1 or more, for it raises .* Leave"),
+            (DynamicScalerState(backoff_factor=2.0), r"backoff_factor=2; expected 1 or less, for it lowers .* Leave"),
+            (
+                DynamicScalerState(min_scaler=float("nan")),
+                r"min_scaler=nan; expected a finite number, 0 or more. Leave",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                make(error)(W, batch_of(), dynamic_scaler_state=state)
+
+    @pytest.mark.parametrize("value", [None, "large"])
+    def test_a_field_that_is_no_number(self, make, value):
+        with pytest.raises(TypeError, match=r"a state with scaler=.*; expected a number. Leave it out"):
+            make(error)(W, batch_of(), dynamic_scaler_state=DynamicScalerState(scaler=value))
+
+    def test_a_first_argument_without_parameters(self, make):
+        with pytest.raises(
+            TypeError, match=r"found no floating-point array in the first .*; expected the .* Put them fi"
+        ):
+            make(lambda n, w: jnp.sum(w))(jnp.arange(3), W, dynamic_scaler_state=DynamicScalerState())
+
+    def test_a_loss_that_has_the_keyword_already(self, make):
+        def loss(w, dynamic_scaler_state):
+            return jnp.sum(w)
+
+        with pytest.raises(TypeError, match=r"takes an argument 'dynamic_scaler_state' already; expected .* Rename"):
+            make(loss)
+
+    def test_numpys_integers_are_argnums(self, make):
+        make(error, filter=False, argnums=np.int32(0))(W, batch_of(), dynamic_scaler_state=DynamicScalerState())
 
     def test_options_of_jax_with_a_filter(self, make):
         with pytest.raises(

@@ -171,6 +171,7 @@ _PATTERNS = {
 }
 _STATES = {
     "default": DynamicScalerState(patience=2),
+    "bad bounds": DynamicScalerState(patience=1, min_scaler=float("nan")),
     "unbounded": DynamicScalerState(patience=1, min_scaler=0.0, max_scaler=3.4e38),
     "odd factors": DynamicScalerState(patience=1, adjust_factor=3.7, backoff_factor=0.13, min_scaler=0.0),
     "huge factors": DynamicScalerState(patience=1, adjust_factor=1e30, min_scaler=0.0, max_scaler=3.4e38),
@@ -277,6 +278,19 @@ def test_the_metrics_are_python_numbers():
     assert jaxamp.scaler_metrics(jax.tree.map(lambda x: jnp.stack([x] * 8), state)) == metrics  # as pmap returns it
 
 
+def test_metrics_refuse_a_state_without_values():
+    with pytest.raises(
+        TypeError, match=r"got a state that is being traced; expected one with values. Return the state"
+    ):
+        jax.jit(jaxamp.scaler_metrics)(DynamicScalerState())
+
+
+@pytest.mark.parametrize("finite", [1, 1.0, jnp.array([True, False]), None, DynamicScalerState()])
+def test_adjust_refuses_what_is_not_one_bool(finite):
+    with pytest.raises(TypeError, match=r"adjust got a condition of .*; expected one bool. Write state.adjust\(jaxamp"):
+        DynamicScalerState().adjust(finite)
+
+
 def test_metrics_refuse_what_is_no_state():
     with pytest.raises(
         TypeError, match=r"scaler_metrics got \{\}, of type dict, .*; expected a DynamicScalerState. Wr"
@@ -287,9 +301,20 @@ def test_metrics_refuse_what_is_no_state():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DynamicScalerState.torch(growth_interval=1), r"is 1; expected at least 2 steps. The schemes' own"),
-        (lambda: DynamicScalerState.torch(init_scale=0.0), r"scaler=0; expected a positive, finite number. Write"),
-        (lambda: DynamicScalerState.static(-2.0), r"scaler=-2; expected a positive"),
+        (
+            lambda: DynamicScalerState.torch(growth_interval=1),
+            r"torch got an interval of 1 .*; expected at least 2 steps. Leave",
+        ),
+        (
+            lambda: DynamicScalerState.torch(init_scale=0.0),
+            r"torch got a state with scaler=0; expected a positive, finite",
+        ),
+        (lambda: DynamicScalerState.static(-2.0), r"static got a state with scaler=-2; expected a positive"),
+        (
+            lambda: DynamicScalerState.megatron(initial_scale=2.0**200),
+            r"megatron got .* scaler=inf; expected a positive",
+        ),
+        (lambda: DynamicScalerState.torch(growth_factor=0.5), r"adjust_factor=0.5; expected 1 or more"),
         (lambda: DynamicScalerState.static(float("inf")), r"scaler=inf; expected a positive, finite"),
         (lambda: DynamicScalerState.deepspeed(hysteresis=0), r"hysteresis=0; expected a positive"),
     ],

@@ -487,3 +487,36 @@ def test_micro_batches_in_a_scan():
     assert_same_bits(scanned_scales, jnp.stack(scales))
     assert scanned_scales.tolist() == [64.0, 64.0, 64.0, 32.0, 32.0]
     assert int(scanned[1].gradient_step) == 2
+
+
+# -- bad input
+
+PARAMS, SGD = {"w": jnp.ones(2)}, optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("finite", [1.0, jnp.array([True]), None])
+def test_a_condition_that_is_not_one_bool_is_refused(finite):
+    with pytest.raises(
+        TypeError, match=r"update_if_finite got a condition of .*; expected one bool. Write update_if_fin"
+    ):
+        jaxamp.update_if_finite(PARAMS, SGD, SGD.init(PARAMS), PARAMS, finite)
+
+
+def test_the_scalers_state_is_not_the_condition():
+    with pytest.raises(
+        TypeError, match=r"got a DynamicScalerState as its condition; expected one bool. Write state.fin"
+    ):
+        jaxamp.update_if_finite(PARAMS, SGD, SGD.init(PARAMS), PARAMS, jaxamp.DynamicScalerState())
+
+
+def test_gradients_of_another_structure_are_refused():
+    with pytest.raises(TypeError, match=r"got gradients of the structure .*; expected .* Pass what dynamic_scale_grad"):
+        jaxamp.update_if_finite(PARAMS, SGD, SGD.init(PARAMS), (PARAMS, "aux"), True)
+
+
+def test_a_state_made_with_other_leaves_is_refused():
+    model = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    with pytest.raises(
+        TypeError, match=r"got an optimizer state of the structure .*; expected .* Initialise with optimi"
+    ):
+        jaxamp.update_if_finite(model, SGD, SGD.init(model), {"w": jnp.ones(2), "n": None}, True)
