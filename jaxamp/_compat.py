@@ -104,3 +104,17 @@ def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     from jax._src import core
 
     return core.pvary(x, tuple(axes - varying_axes(x)))
+
+
+def apply_primitive(primitive: Primitive, *args: Any, **params: Any) -> Any:
+    """Run a primitive outside of any trace, compiled once for each set of parameters."""
+    from jax._src import dispatch
+
+    return dispatch.apply_primitive(primitive, *args, **params)
+
+
+def batching_rules() -> dict[Primitive, Any]:
+    """The rules of `vmap` that are told about the axis: (axis_data, operands, dims, **params) -> (result, dim)."""
+    from jax._src.interpreters import batching
+
+    return batching.fancy_primitive_batchers

@@ -17,6 +17,7 @@ from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_ja
 from ._facts import SPREADS
 from ._higher_order import bind
 from ._judge import How, apply_rule
+from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
 from ._rules import cast
 from ._standing import WIDE, Value, float_dtype
@@ -118,6 +119,8 @@ class Interpreter:
             return operands
         if step.how is How.ENTER:
             return _higher_order.run(self, eqn, step, operands)
+        if step.how is How.LOW and has_mixed(eqn.primitive):
+            return [mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)]
         return bind(eqn, operands, **(step.params or {}))
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:

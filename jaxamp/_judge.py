@@ -17,6 +17,7 @@ from jax import lax
 from ._compat import Jaxpr, Literal, Primitive, Var, consts_of, open_jaxpr, scopes
 from ._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES
 from ._higher_order import Entry, describe
+from ._matmul import is_mixed
 from ._policy import Found, Lookup, load_policy
 from ._rules import (
     Rule,
@@ -158,6 +159,8 @@ class Judge:
         if name not in PRESERVES and together > EXACT:
             together = EXACT
         kept = together if together > EXACT else EXACT
+        if is_mixed(eqn.primitive):
+            return How.ORIGINAL, "runs low already", LOW
         if found.rule not in _KNOWN:
             return How.RULE, _source(found), kept
         if eqn.primitive is lax.convert_element_type_p:

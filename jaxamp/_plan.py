@@ -18,6 +18,7 @@ from ._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from ._facts import MOVES
 from ._higher_order import Entry
 from ._judge import How, Judge, Path, Verdict
+from ._matmul import has_mixed
 from ._policy import Key
 from ._rules import Rule, lowered_params, use_original_precision
 from ._standing import FREE, LOW, Standing, Value, constant_standing, float_dtype
@@ -149,7 +150,7 @@ class Planner:
         original = tuple(float_dtype(v.aval) for v in eqn.invars)
 
         def step(reads: Sequence[np.dtype | None], outs: Sequence[Value], params: dict[str, Any] | None = None) -> Step:
-            touched = how is How.RULE or tuple(reads) != original
+            touched = how in (How.RULE, How.LOW) or tuple(reads) != original
             return Step(how, tuple(reads), tuple(outs), params, reason, verdict.found.rule, verdict.found.key, touched)
 
         def written() -> Step:
@@ -173,6 +174,12 @@ class Planner:
         match how:
             case How.ORIGINAL | How.CONSTANT:
                 return written()
+            case How.LOW if has_mixed(eqn.primitive):
+                made = low()  # a float32 parameter is rounded inside, so that its gradient is not
+                inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
+                return made._replace(
+                    reads=tuple(d if own else r for own, d, r in zip(inside, original, made.reads, strict=True))
+                )
             case How.LOW:
                 return low()
             case How.FOLLOW:
@@ -259,3 +266,8 @@ def _wanted_results(entry: Entry, outs: Sequence[Standing], wanted: Sequence[boo
         return list(wanted)
     carried = {result: outs[result] is not LOW for _, result in entry.carries}
     return [carried.get(result, False) for result in range(len(wanted))]
+
+
+def _is_parameter(value: Value, atom: Any) -> bool:
+    """What may be differentiated in float32: an input or a parameter, held as it came."""
+    return value.standing is FREE and value.dtype == np.float32 and not isinstance(atom, Literal)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jec
 
-MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_PLAIN = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+MATMULS = (*_PLAIN, *(f"mixed_{name}" for name in _PLAIN))
 
 
 class Program(NamedTuple):
@@ -33,10 +34,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def matmul_dtypes(jaxpr: Any) -> list[tuple[str, ...]]:
-    """The operand dtypes of each matmul in a jaxpr: ('bfloat16', 'bfloat16'), ..."""
-    return [
-        tuple(v.aval.dtype.name for v in eqn.invars[:2]) for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS
-    ]
+    """The dtypes that each matmul in a jaxpr multiplies: ('bfloat16', 'bfloat16'), ..."""
+    return [multiplied(eqn) for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+
+
+def multiplied(eqn: Any) -> tuple[str, ...]:
+    """The dtypes that a matmul multiplies. A mixed one rounds its operands to one dtype first."""
+    return tuple(eqn.params.get("compute_dtype", v.aval.dtype).name for v in eqn.invars[:2])
 
 
 def dtypes_of(primitive: str, jaxpr: Any) -> list[str]:

@@ -362,9 +362,8 @@ def test_source_lines_survive():
         return x @ x  # the line
 
     line = inspect.getsourcelines(fn)[1] + 1
-    for eqn in jax.make_jaxpr(BF16(fn))(W).eqns[:2]:
-        frames = eqn.source_info.traceback.frames
-        assert any(f.file_name == __file__ and f.line_num == line for f in frames)
+    frames = jax.make_jaxpr(BF16(fn))(W).eqns[0].source_info.traceback.frames
+    assert any(f.file_name == __file__ and f.line_num == line for f in frames)
 
 
 def test_equation_contexts_survive():
@@ -541,6 +540,6 @@ def test_a_failed_call_leaves_nothing_behind():
 
 
 def test_casts_are_made_once():
-    jaxpr = jax.make_jaxpr(BF16(lambda w, x: (x @ w) @ w @ w))(W, W)
+    jaxpr = jax.make_jaxpr(BF16(lambda x: (lambda e: e @ e @ e)(jnp.exp(x))))(W)
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-    assert len(casts) == 3  # w, x, and the result
+    assert len(casts) == 2  # the operand, and the result

@@ -448,7 +448,7 @@ def test_float32_update_into_a_low_buffer_casts_no_buffer(low: Any):
     args = normal(0, ROWS, 6), normal(1, 6, 6), normal(2, 6)
     jaxpr = jaxpr_of(amped(fn, low), *args)
     assert dtypes_of("dynamic_update_slice", jaxpr) == [jnp.dtype(low).name]
-    assert [eqn.invars[0] for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (ROWS, 6)] == [jaxpr.jaxpr.invars[0]]
+    assert [eqn for eqn in casts(jaxpr) if eqn.outvars[0].aval.shape == (ROWS, 6)] == []
     assert_right(fn, low, *args, wrt=(0, 1, 2), rtol=2e-2)
 
 
@@ -486,9 +486,10 @@ def test_cache_carried_by_a_scan_is_not_cast_whole(low: Any):
 
 
 @both
-def test_weight_of_three_matmuls_is_cast_once(low: Any):
+def test_operand_of_three_matmuls_is_cast_once(low: Any):
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+        exact = jnp.exp(w)
+        return jnp.tanh(jnp.tanh(x @ exact) @ exact) @ exact
 
     jaxpr = jaxpr_of(amped(fn, low), normal(0, 3, 4), normal(1, 4, 4))
     assert len(matmul_dtypes(jaxpr)) == 3
@@ -563,7 +564,7 @@ def test_what_lies_between_two_matmuls_costs_no_cast(between: str, low: Any):
     args = normal(0, 4, 3), normal(1, 3, 6), normal(2, 6, 2)
     jaxpr = jaxpr_of(amped(fn, low), *args)
     of_floats = [eqn for eqn in casts(jaxpr) if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)]
-    assert len(of_floats) == 4, jaxpr  # the three arguments and the result
+    assert len(of_floats) == 1, jaxpr  # the result; parameters are rounded inside of the matmuls
     assert_right(fn, low, *args, wrt=(0, 1, 2), rtol=2e-2)
 
 

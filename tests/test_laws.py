@@ -10,7 +10,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import MATMULS, Program, equations, jaxpr_of, matmul_dtypes
+from program import MATMULS, Program, equations, jaxpr_of, matmul_dtypes, multiplied
 from programs_core import PROGRAMS as CORE
 from programs_libraries import PROGRAMS as LIBRARIES
 
@@ -210,12 +210,16 @@ def mixed(jaxpr: Any) -> list[tuple[str, ...]]:
 
 
 def contractions(jaxpr: Any) -> list[tuple[str, ...]]:
-    """The operand dtypes of the matmuls that are no outer products and ask for no precision."""
+    """The dtypes that are multiplied by the matmuls that are no outer products and ask for no precision."""
     return [
-        tuple(v.aval.dtype.name for v in eqn.invars[:2])
+        multiplied(eqn)
         for eqn in equations(jaxpr)
         if eqn.primitive.name in MATMULS
-        and not (eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][0][0])
+        and not (
+            eqn.primitive.name.endswith("dot_general")
+            and "dimension_numbers" in eqn.params
+            and not eqn.params["dimension_numbers"][0][0]
+        )
         and eqn.params["precision"] != (jax.lax.Precision.HIGHEST,) * 2
     ]
 

@@ -1,0 +1,207 @@
+"""The mixed matmul: what is multiplied, in which dtype derivatives come out, and under which transforms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from program import MATMULS, equations, matmul_dtypes
+
+import jaxamp
+
+LOWS = (jnp.bfloat16, jnp.float16)
+both = pytest.mark.parametrize("low", LOWS)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+X, W = normal(0, 24, 16), normal(1, 16, 8)
+GROUPS = jnp.array([10, 14], jnp.int32)
+# operation, activation, weight: written for any dtype
+OPERATIONS = {
+    "matmul": (lambda x, w: x @ w, X, W),
+    "weight first": (lambda x, w: w @ x, X.T[:8], normal(2, 4, 8)),
+    "einsum": (lambda x, w: jnp.einsum("abc,dcae->bde", x, w), normal(3, 3, 4, 5), normal(4, 2, 5, 3, 6)),
+    "batched": (
+        lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((0, 1), (1, 3)))),
+        normal(5, 3, 2, 4, 5),
+        normal(6, 4, 3, 8, 2),
+    ),
+    "convolution": (
+        lambda x, w: lax.conv_general_dilated(x, w, (2, 1), "SAME", rhs_dilation=(1, 2), feature_group_count=2),
+        normal(7, 2, 4, 9, 8),
+        normal(8, 6, 2, 3, 3),
+    ),
+    "ragged": (lambda x, w: lax.ragged_dot(x, w, GROUPS), X, normal(9, 2, 16, 8)),
+}
+operations = pytest.mark.parametrize("name", OPERATIONS)
+
+
+def rounded(x: Any, low: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(low)).astype(np.float64)
+
+
+def float64_gradients(op: Any, x: np.ndarray, w: np.ndarray, ct: np.ndarray) -> list[np.ndarray]:
+    with jax.enable_x64(True):
+        return [np.asarray(g) for g in jax.vjp(op, jnp.asarray(x), jnp.asarray(w))[1](jnp.asarray(ct))]
+
+
+def error(found: Any, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+@both
+@operations
+def test_a_weights_gradient_comes_out_of_the_matmul_in_float32(name, low):
+    op, x, w = OPERATIONS[name]
+    out, pull = jax.vjp(jaxamp.amp(op, compute_dtype=low), x, w)
+    ct = normal(10, *out.shape)
+    _, expected = float64_gradients(op, rounded(x, low), rounded(w, low), rounded(ct, low))
+    _, found = jax.jit(pull)(ct)
+    assert found.dtype == jnp.float32
+    assert error(found, expected) < 1e-6
+
+
+@both
+@operations
+def test_each_matmul_of_both_passes_multiplies_low_numbers(name, low):
+    op, x, w = OPERATIONS[name]
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(op(x, w)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(jaxamp.amp(loss, compute_dtype=low), argnums=(0, 1)))(w, x)
+    assert matmul_dtypes(jaxpr) == [(jnp.dtype(low).name,) * 2] * 3
+    text = (
+        jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=low))).trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    for line in text.splitlines():  # what a GPU is given: low operands, whatever the result is
+        if "stablehlo.dot_general" in line or "stablehlo.convolution" in line:
+            assert "f32>, tensor<" not in line.rpartition(" : ")[2].partition("->")[0], line
+
+
+@both
+def test_the_gradient_of_an_activation_is_low(low):
+    def loss(w1, w2, x):
+        return jnp.sum(jnp.tanh(x @ w1) @ w2)
+
+    jaxpr = jax.make_jaxpr(jax.grad(jaxamp.amp(loss, compute_dtype=low), argnums=(0, 1)))(W, normal(2, 8, 4), X)
+    results = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    gradients = {aval.shape: aval.dtype for aval in results[2:]}
+    assert gradients[24, 8] == low  # of tanh's result
+    assert all(dtype == jnp.float32 for shape, dtype in gradients.items() if shape != (24, 8))
+
+
+@both
+def test_an_exact_operand_has_a_low_gradient(low):
+    """A softmax that a matmul rounds is no parameter: its gradient need not be wider than it."""
+    jaxpr = jax.make_jaxpr(jax.grad(jaxamp.amp(lambda x, v: jnp.sum(jax.nn.softmax(x) @ v), compute_dtype=low)))(X, W)
+    (forward, backward) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    assert (forward.outvars[0].aval.dtype, backward.outvars[0].aval.dtype) == (low, low)
+
+
+@pytest.mark.parametrize("where", ["both", "weights", "activations"])
+@operations
+def test_vmap_of_a_gradient_is_the_gradients(name, where):
+    op, x, w = OPERATIONS[name]
+    if name == "ragged" and where != "both":
+        pytest.skip("JAX maps ragged_dot along the first axis of all operands")
+    xs, ws = jnp.stack([x, 2 * x]), jnp.stack([w, -w])
+    axes = {"both": (0, 0), "weights": (0, None), "activations": (None, 0)}[where]
+    args = ws if axes[0] == 0 else w, xs if axes[1] == 0 else x
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(op(x, w).astype(jnp.float32)))
+
+    grad = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), argnums=(0, 1))
+    if name == "ragged":
+        mapped = jax.jit(lambda *a: [jnp.stack(g) for g in zip(*(grad(*(y[i] for y in a)) for i in range(2)))])
+    else:
+        mapped = jax.jit(jax.vmap(grad, axes))
+    for i in range(2):
+        alone = jax.jit(grad)(*(a[i] if axis == 0 else a for a, axis in zip(args, axes)))
+        for found, expected in zip(mapped(*args), alone):
+            assert found.dtype == jnp.float32
+            assert error(found[i], np.asarray(expected, np.float64)) < 2e-2
+
+
+@operations
+def test_forward_mode_and_second_order_are_near_float64(name):
+    op, x, w = OPERATIONS[name]
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(0.3 * op(x, w)))
+
+    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
+    if name == "ragged":
+        amp = loss  # JAX has no second order of it
+    with jax.enable_x64(True):
+        w64, x64 = (jnp.asarray(np.asarray(a, np.float64)) for a in (w, x))
+        tangent = np.asarray(jax.jvp(loss, (w64, x64), (w64, x64))[1])
+        second = np.asarray(jax.jvp(jax.grad(loss), (w64, x64), (w64, x64))[1]) if name != "ragged" else None
+    assert error(jax.jvp(amp, (w, x), (w, x))[1], tangent) < 5e-2
+    if second is not None:
+        found = jax.jit(lambda w, x: jax.jvp(jax.grad(amp), (w, x), (w, x))[1])(w, x)
+        assert found.dtype == jnp.float32
+        assert error(found, second) < 5e-2
+
+
+def test_a_policy_of_checkpoint_that_saves_matmuls_saves_these():
+    def loss(w1, w2, x):
+        return jnp.sum(jnp.sin(jnp.sin(x @ w1) @ w2))
+
+    args = W, normal(2, 8, 4), X
+    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
+    for fn in (
+        jax.checkpoint(amp, policy=jax.checkpoint_policies.dots_saveable),
+        jaxamp.amp(jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable), compute_dtype=jnp.bfloat16),
+    ):
+        plain, saved = (len(matmul_dtypes(jax.make_jaxpr(jax.grad(f))(*args))) for f in (amp, fn))
+        assert saved == plain
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_gradients_are_those_of_one_device(axis_type):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    grad = jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))
+    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+    w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
+    assert error(jax.device_get(grad(w, x)), np.asarray(grad(W, X), np.float64)) < 2e-2
+    assert grad(w, x).dtype == jnp.float32
+
+
+def test_in_shard_map_the_gradients_are_summed_in_float32():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(w, x):
+        return lax.psum(jnp.sum((x @ w) ** 2), "data")
+
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    grad = jax.grad(jaxamp.amp(mapped, compute_dtype=jnp.bfloat16))
+    sums = [eqn for eqn in equations(jax.make_jaxpr(grad)(W, X)) if eqn.primitive.name.startswith("psum")]
+    assert {eqn.invars[0].aval.dtype for eqn in sums} == {jnp.dtype(jnp.float32)}
+    alone = jax.grad(jaxamp.amp(lambda w, x: jnp.sum((x @ w) ** 2), compute_dtype=jnp.bfloat16))(W, X)
+    assert error(jax.jit(grad)(W, X), np.asarray(alone, np.float64)) < 2e-2
+
+
+def test_scan_over_layers_has_float32_gradients():
+    ws = 0.3 * normal(11, 3, 16, 16)
+
+    def loss(ws, x):
+        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    grad = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))
+    assert set(matmul_dtypes(jax.make_jaxpr(grad)(ws, X))) == {("bfloat16", "bfloat16")}
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.grad(loss)(*(jnp.asarray(np.asarray(a, np.float64)) for a in (ws, X))))
+    assert error(jax.jit(grad)(ws, X), expected) < 2e-2
