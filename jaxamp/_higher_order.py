@@ -18,6 +18,7 @@ from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
 from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
+from ._residuals import keeping_little
 from ._rules import cast
 from ._standing import EXACT, LOW, Value
 
@@ -120,6 +121,12 @@ def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> lis
             items = params.get(body.param, eqn.params[body.param])
             params[body.param] = tuple(jaxpr if i == body.item else old for i, old in enumerate(items))
     return bind(eqn, operands, **params)
+
+
+def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    (plan,), (body,) = step.bodies, step.entry.bodies
+    jaxpr = rewriter.trace(plan, [step.outs[r] for r in body.results])
+    return bind(eqn, operands, **{body.param: keeping_little(jaxpr) if plan.touched else jaxpr})
 
 
 def _run_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
@@ -266,7 +273,7 @@ def _builtin() -> dict[Primitive, HigherOrder]:
         "call": HigherOrder(_call("call_jaxpr"), _run_inline),
         "eval_jaxpr": HigherOrder(_call("call_jaxpr"), _run_inline),  # replaces both since 0.11.2
         "remat2": HigherOrder(_call("jaxpr"), _run_checkpoint),
-        "scan": HigherOrder(_describe_scan, _rebind),
+        "scan": HigherOrder(_describe_scan, _run_scan),
         "while": HigherOrder(_describe_while, _rebind),
         "cond": HigherOrder(_describe_cond, _rebind),
         "custom_jvp_call": HigherOrder(_call("call_jaxpr"), _run_custom_jvp),

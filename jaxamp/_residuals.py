@@ -1,0 +1,44 @@
+"""What a scan over layers keeps for the backward pass.
+
+JAX saves for each nonlinear float32 operation its own operands, and a scan stacks them. Under `amp` the body of a scan
+is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks, what came over the wire, and
+whatever is not known to be cheap. Element-wise work and reductions are computed again from these. A body in which the
+user has placed a checkpoint is left alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+
+from ._compat import Jaxpr, open_jaxpr
+
+# One pass over operands that are read anyway.
+CHEAP = frozenset(
+    """
+    abs acos acosh add add_any asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
+    convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expand_dims expm1 floor integer_pow iota log log1p
+    logistic max min mul neg one_minus_square pad pow reduce_max reduce_min reduce_prod reduce_sum rem reshape rev round
+    rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose
+    """.split()
+)
+
+
+def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: whether the results of an operation are kept."""
+    return primitive.name not in CHEAP
+
+
+def keeping_little(jaxpr: Jaxpr) -> Jaxpr:
+    """The body of a scan, such that little is kept of it."""
+    if _has_checkpoint(jaxpr) or open_jaxpr(jaxpr).effects:
+        return jaxpr
+    run = jax.checkpoint(jec.jaxpr_as_fun(jaxpr), policy=keeps, prevent_cse=False)
+    return jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+
+
+def _has_checkpoint(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name == "remat2" or any(map(_has_checkpoint, jec.jaxprs_in_params(eqn.params)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
