@@ -337,7 +337,7 @@ def dynamic_scale_value_and_grad(
     >>> state = jaxamp.DynamicScalerState()
     >>> state, (value, grads) = grad_fn(jnp.ones((2, 1)), jnp.ones((4, 2)) / 2, dynamic_scaler_state=state)
     >>> float(value), grads[0, 0].item(), float(state.scaler), int(state.total_redos)
-    (4.0, 4.0, 8192.0, 2)
+    (4.0, 4.0, 16384.0, 1)
 
     **Sharp edges**
 

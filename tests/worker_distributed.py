@@ -27,8 +27,8 @@ def batch(step):
     x = rng.integers(-1, 2, (ROWS, 4)).astype(np.float32)
     y = rng.integers(-2, 3, (ROWS, 2)).astype(np.float32)
     if step in (INFINITE, LARGE):
-        x[-1], y[-1] = 0.0, 2.0  # the last example belongs to the last process
-        x[-1, 0] = np.inf if step == INFINITE else 64.0
+        x[-1], y[-1] = 0.0, 128.0  # the last example belongs to the last process
+        x[-1, 0] = np.inf if step == INFINITE else 1.0
     return x, y
 
 
