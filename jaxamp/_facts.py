@@ -57,3 +57,16 @@ INTO_BUFFER = frozenset({"dynamic_update_slice", "scatter"})
 
 # Operands of size one along an axis are repeated along it.
 SPREADS = frozenset("add sub mul div rem pow max min atan2 nextafter complex".split())
+
+# Bilinear in their first two operands: what a matrix unit does.
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+# One pass over operands that are read anyway: sooner computed again than kept for the backward pass.
+CHEAP = frozenset(
+    """
+    abs acos acosh add add_any asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
+    convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expand_dims expm1 floor integer_pow iota log log1p
+    logistic max min mul neg one_minus_square pad pow reduce_max reduce_min reduce_prod reduce_sum rem reshape rev round
+    rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose
+    """.split()
+)

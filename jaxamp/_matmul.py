@@ -21,9 +21,9 @@ from jax import lax
 from jax.interpreters import ad, mlir
 
 from ._compat import Literal, Primitive, apply_primitive, batching_rules, consts_of, open_jaxpr
+from ._facts import MATMULS
 
 _MIXED: dict[str, Primitive] = {}  # base primitive's name -> ours
-_NAMES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def is_mixed(primitive: Primitive) -> bool:
@@ -33,7 +33,7 @@ def is_mixed(primitive: Primitive) -> bool:
 
 def has_mixed(primitive: Primitive) -> bool:
     """Whether there is a mixed form of a primitive."""
-    return primitive.name in _NAMES
+    return primitive.name in MATMULS
 
 
 def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], compute_dtype: np.dtype) -> Any:

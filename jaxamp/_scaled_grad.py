@@ -1,255 +1,31 @@
 """Gradients through a dynamic loss scaler: `dynamic_scale_grad`, `dynamic_scale_value_and_grad`, `dynamic_scale_tx`.
 
 The law: what comes back is what the plain transform gives, beside the next state of the scaler. The loss and aux are
-untouched. Gradients, at least float32, are made with a cotangent of `scaler` in place of one, and divided by it.
-
-    scale = state.scaler
-    repeat:
-        (loss, aux), grads = value_and_grad(loss_fn, cotangent=scale)
-        grads /= scale
-        finite = all_finite(grads)                      # agreed along axis_name
-        stop if finite, or after redo_on_nan repeats, or if the scale can't fall
-        stop if the loss is not finite                  # it does not depend on the scale
-        scale = lowered(scale)
-    if finite:
-        state.scaler = scale
-    next_state = state.adjust(finite)                   # a step given up lowers the scale once, not once per repeat
+untouched. Gradients are made with a cotangent of `scaler` in place of one (`_scale.py`), and judged and made anew where
+they overflow (`_redo.py`).
 """
 
 import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from ._compat import as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
+from ._redo import Evaluated, evaluated, step
+from ._scale import as_cotangent, seeded
 from ._scaler import DynamicScalerState, check_state
-from ._tree import agreed, axes_of, is_inexact, wider
+from ._tree import is_inexact
 
-_SMALLEST_NORMAL = float(jnp.finfo(jnp.float16).smallest_normal)
-_MAX = float(jnp.finfo(jnp.float32).max)
-
-
-# -- scaling
+_STATE = "dynamic_scaler_state"
 
 
-@jax.custom_jvp
-def _seed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """`x`, whose derivative is multiplied by `scale`: a cotangent of one goes on as `scale`."""
-    return x
-
-
-@_seed.defjvp
-def _seed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    x, scale = primals
-    wide = wider(x.dtype, jnp.float32)
-    return _seed(x, scale), (tangents[0].astype(wide) * scale.astype(wide)).astype(x.dtype)
-
-
-def _seeded(name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
-    if axes := varying_axes(scale) - varying_axes(x):
-        raise ValueError(
-            f"{name} got a scale that differs along {sorted(axes)} of the shard_map, and a loss that does not; "
-            "expected devices with one loss to have one scale. Give these axes in axis_name too."
-        )
-    return _seed(x, scale)
-
-
-def _largest_cotangent(dtype: Any) -> float:
-    """The largest scale that is a cotangent of a float of this dtype: for a short one, a power of two."""
-    return 2.0 ** float(np.floor(np.log2(float(jnp.finfo(dtype).max)))) if _is_short(dtype) else _MAX
-
-
-def _is_short(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).nmant < 23
-
-
-def _as_cotangent(scale: jax.Array, dtype: Any) -> jax.Array:
-    """The scale that the loss will in fact have as its cotangent: rounded to its dtype, and within its range."""
-    if not _is_short(dtype):
-        return scale
-    info = jnp.finfo(dtype)
-    rounded = lax.reduce_precision(scale, info.nexp, info.nmant)  # XLA would drop a cast and its reverse
-    return jnp.minimum(rounded, _largest_cotangent(dtype))
-
-
-def scaled(tree: Any, scale: jax.Array) -> Any:
-    """A pytree's floats multiplied by `scale`, in float32 at least."""
-    return _each_float(tree, scale, jnp.multiply)
-
-
-def unscaled(tree: Any, scale: jax.Array) -> Any:
-    """A pytree's floats divided by `scale`, in float32 at least."""
-    # XLA divides by a scalar with its reciprocal, which it flushes to zero for the largest scales.
-    shrink = jnp.where(jnp.asarray(scale) > 2.0**100, jnp.float32(2.0**-100), jnp.float32(1))
-    return _each_float(tree, scale * shrink, lambda x, s: x * shrink.astype(x.dtype) / s)
-
-
-def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
-    def leaf(x: Any) -> Any:
-        if not (is_inexact(x) or isinstance(x, float | complex)):
-            return x
-        x = jnp.asarray(x)  # NumPy's float64 is float32, unless the user asked for 64 bits
-        wide = wider(x.dtype, jnp.float32)
-        return op(x.astype(wide), jnp.asarray(scale).astype(wide))
-
-    return jax.tree.map(leaf, tree)
-
-
-def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether gradients divided by `scale` are finite, and the share of entries lost before: float16 subnormals, zeros.
-
-    In one pass over them: the sum that counts what is lost is infinite if an entry is not finite.
-    """
-
-    def lost(x: Any) -> jax.Array:
-        small = (jnp.abs(x.astype(wider(x.dtype, jnp.float32))) < _SMALLEST_NORMAL).astype(jnp.float32)
-        return jnp.sum(jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf))
-
-    leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    share = sum(map(lost, leaves), start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
-    return jnp.isfinite(share), share
-
-
-# -- running
-
-
-class _Evaluated(NamedTuple):
-    """One evaluation of a transformed function, its gradients divided by their scale."""
-
-    results: Any
-    finite: jax.Array
-    curable: jax.Array  # whether a smaller scale might help
-    underflow: jax.Array
-    limit: float  # larger scales act as this
-
-
-def _evaluated(
-    grads: Any,
-    scale: jax.Array,
-    axis_name: Any,
-    assemble: Callable[[Any], Any],
-    value: jax.Array | None = None,
-) -> _Evaluated:
-    finite, underflow = _judged(grads, scale)
-    finite = agreed(finite, axis_name)
-    for axis in axes_of(axis_name):
-        underflow = lax.pmean(underflow, axis)
-    curable = jnp.array(True)
-    if value is not None:
-        loss_is_finite = agreed(jnp.isfinite(value), axis_name)
-        if varying_axes(loss_is_finite) <= varying_axes(finite):  # else devices that must agree would not
-            curable = loss_is_finite
-    limit = _MAX if value is None else _largest_cotangent(value.dtype)
-    return _Evaluated(assemble(unscaled(grads, scale)), finite, curable, underflow, limit)
-
-
-def _step(
-    evaluate: Callable[[jax.Array], _Evaluated], state: DynamicScalerState, redo_on_nan: int
-) -> tuple[DynamicScalerState, Any]:
-    state = state.as_arrays()
-    if redo_on_nan:
-        out, redos, scale = _until_finite(evaluate, state, redo_on_nan)
-        state = state._replace(
-            scaler=jnp.where(out.finite, scale, state.scaler),
-            count=jnp.where(redos > 0, 0, state.count),
-            total_resets=state.total_resets + redos,
-            total_redos=state.total_redos + redos,
-        )
-    else:
-        out = evaluate(state.scaler)
-    state = state._replace(
-        scaler=jnp.minimum(state.scaler, out.limit),
-        underflow=jnp.where(out.finite, out.underflow, state.underflow),
-    )
-    state = state.adjust(out.finite)
-    return state._replace(scaler=jnp.minimum(state.scaler, out.limit)), out.results
-
-
-def _until_finite(
-    evaluate: Callable[[jax.Array], _Evaluated], state: DynamicScalerState, redo_on_nan: int
-) -> tuple[_Evaluated, jax.Array, jax.Array]:
-    """Evaluate until the gradients are finite: at most `1 + redo_on_nan` times, at ever smaller scales.
-
-    One loop, and the evaluation once in the program: the results of the round before are overwritten, so the loop needs
-    the memory of one evaluation.
-    """
-    rest: list[tuple[_Static, float]] = []
-
-    def flat(scale: jax.Array) -> list[Any]:
-        out = evaluate(scale)
-        arrays, static = _take_arrays(out.results)
-        rest.append((static, out.limit))
-        return [out.finite, out.curable, out.underflow, *arrays]
-
-    # In shard_map: where devices have scalers of their own, the scale will vary as the answer does.
-    jaxpr = jax.make_jaxpr(flat)(state.scaler)
-    fates = (open_jaxpr(jaxpr).outvars[0].aval, state.lowered(state.scaler))
-    axes = frozenset[Any]().union(*map(varying_axes, fates))
-    start = [as_varying(x, axes) for x in (jnp.array(True), jnp.int32(0), state.scaler)]
-    if axes != varying_axes(state.scaler):
-        jaxpr = jax.make_jaxpr(flat)(start[-1])
-    static, limit = rest[-1]
-
-    def again(carry: Any) -> jax.Array:
-        return carry[0]
-
-    def round_(carry: Any) -> Any:
-        _, redos, scale, _ = carry
-        # Only the backward pass depends on the scale. XLA would take the forward pass out of the loop, and keep all
-        # that it saves until the last round. A barrier that has seen the scale holds it inside.
-        consts = [
-            lax.optimization_barrier((x, scale))[0] if is_inexact(x) and varying_axes(x) >= axes else x
-            for x in consts_of(jaxpr)
-        ]
-        finite, curable, *others = jax.core.eval_jaxpr(open_jaxpr(jaxpr), consts, scale)
-        smaller = state.lowered(jnp.minimum(scale, limit))
-        redo = ~finite & curable & (redos < min(redo_on_nan, 2**31 - 1)) & (smaller < scale)
-        return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, curable, *others]
-
-    first: Any = (*start, [zeros_like_aval(v.aval) for v in open_jaxpr(jaxpr).outvars])
-    _, redos, scale, (finite, curable, underflow, *arrays) = lax.while_loop(again, round_, first)
-    return _Evaluated(static.put_back(arrays), finite, curable, underflow, limit), redos, scale
-
-
-class _Static(NamedTuple):
-    """Results with their arrays taken out, and for a PRNG key among these how to make it of its bits."""
-
-    tree: Any
-    leaves: list[Any]
-    keys: list[Any]
-
-    def put_back(self, arrays: list[Any]) -> Any:
-        wrapped = (
-            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
-            for x, impl in zip(arrays, self.keys, strict=True)
-        )
-        return jax.tree.unflatten(self.tree, [next(wrapped) if x is _ARRAY else x for x in self.leaves])
-
-
-_ARRAY = object()
-
-
-def _take_arrays(results: Any) -> tuple[list[Any], _Static]:
-    """A loop carries arrays alone: float0, strings and constants of NumPy stay outside, keys go as their bits."""
-    leaves, tree = jax.tree.flatten(results)
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    keys = [jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None for x in arrays]
-    bits = [x if impl is None else jax.random.key_data(x) for x, impl in zip(arrays, keys, strict=True)]
-    return bits, _Static(tree, [_ARRAY if isinstance(x, jax.Array) else x for x in leaves], keys)
-
-
-# -- the public transforms
-
-
-def _with_keyword(keyword: str, fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The name of `fun`, and its signature with one more keyword: `equinox.filter_jit` binds arguments to it."""
+def _takes_state(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The name of `fun`, and its signature with `dynamic_scaler_state`: `equinox.filter_jit` binds arguments to it."""
 
     def wrap(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         functools.update_wrapper(wrapper, fun, updated=())
@@ -258,13 +34,13 @@ def _with_keyword(keyword: str, fun: Callable[..., Any]) -> Callable[[Callable[.
             signature = inspect.signature(fun)
         except (TypeError, ValueError):  # some builtins have none
             return wrapper
-        if keyword in signature.parameters:
+        if _STATE in signature.parameters:
             raise TypeError(
-                f"{wrapper.__name__} takes an argument {keyword!r} already; expected a function without one, for it is "
+                f"{wrapper.__name__} takes an argument {_STATE!r} already; expected a function without one, for it is "
                 "added here. Rename that argument."
             )
         parameters = list(signature.parameters.values())
-        extra = inspect.Parameter(keyword, inspect.Parameter.KEYWORD_ONLY, default=None)
+        extra = inspect.Parameter(_STATE, inspect.Parameter.KEYWORD_ONLY, default=None)
         at = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*parameters[:at], extra, *parameters[at:]], return_annotation=inspect.Signature.empty
@@ -375,7 +151,7 @@ def _dynamic_scale(
 
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
-    @_with_keyword("dynamic_scaler_state", fun)
+    @_takes_state(fun)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
         if filter:
@@ -383,16 +159,16 @@ def _dynamic_scale(
         else:
             _check_unfiltered(name, args, kwargs)
 
-        def evaluate(scale: jax.Array) -> _Evaluated:
-            def seeded(*args: Any, **f_kwargs: Any) -> Any:
+        def evaluate(scale: jax.Array) -> Evaluated:
+            def loss(*args: Any, **f_kwargs: Any) -> Any:
                 value, aux = _as_loss(name, fun(*args, **f_kwargs), has_aux)
-                used = _as_cotangent(scale, value.dtype)
-                return _seeded(name, value, used), (used, aux)
+                used = as_cotangent(scale, value.dtype)
+                return seeded(name, value, used), (used, aux)
 
-            (value, (used, aux)), grads = transform(seeded, has_aux=True, **kwargs)(*args, **f_kwargs)
-            return _evaluated(grads, used, axis_name, functools.partial(form, value, aux), value)
+            (value, (used, aux)), grads = transform(loss, has_aux=True, **kwargs)(*args, **f_kwargs)
+            return evaluated(grads, used, axis_name, functools.partial(form, value, aux), value)
 
-        return _step(evaluate, state, redo_on_nan)
+        return step(evaluate, state, redo_on_nan)
 
     return scaled_grad
 
@@ -439,25 +215,25 @@ def dynamic_scale_tx(
         has_aux = bool(kwargs.get("has_aux", False))
         grads_of = where or _gradients(transform, has_aux)
 
-        @_with_keyword("dynamic_scaler_state", fun)
+        @_takes_state(fun)
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
-            def evaluate(scale: jax.Array) -> _Evaluated:
+            def evaluate(scale: jax.Array) -> Evaluated:
                 def seed(x: Any) -> Any:
-                    return _seeded(name, jnp.asarray(x), scale) if is_inexact(x) else x
+                    return seeded(name, jnp.asarray(x), scale) if is_inexact(x) else x
 
-                def seeded(*f_args: Any, **f_kwargs: Any) -> Any:
+                def seeded_fun(*f_args: Any, **f_kwargs: Any) -> Any:
                     out = fun(*f_args, **f_kwargs)
                     return (jax.tree.map(seed, out[0]), out[1]) if has_aux else jax.tree.map(seed, out)
 
-                results = transform(seeded, *args, **kwargs)(*f_args, **f_kwargs)
+                results = transform(seeded_fun, *args, **kwargs)(*f_args, **f_kwargs)
                 if grads_of is None:
-                    return _evaluated(results, scale, axis_name, lambda grads: grads)
+                    return evaluated(results, scale, axis_name, lambda grads: grads)
                 put = functools.partial(eqx.tree_at, grads_of, results, is_leaf=lambda x: x is None)
-                return _evaluated(grads_of(results), scale, axis_name, put)
+                return evaluated(grads_of(results), scale, axis_name, put)
 
-            return _step(evaluate, state, redo_on_nan)
+            return step(evaluate, state, redo_on_nan)
 
         return scaled_fun
 
@@ -488,7 +264,7 @@ def _check_options(name: str, fun: Any, redo_on_nan: Any) -> None:
 
 
 def _pop_state(name: str, kwargs: dict[str, Any]) -> DynamicScalerState:
-    state = kwargs.pop("dynamic_scaler_state", None)
+    state = kwargs.pop(_STATE, None)
     if state is None:
         raise TypeError(
             f"the function that {name} made was called without dynamic_scaler_state; expected a DynamicScalerState in "

@@ -1,7 +1,7 @@
 """The state of a dynamic loss scaler, and the rule by which it moves.
 
 The law: the scale is never infinite, zero or NaN, and it only moves by the rule below. Gradients are divided by the
-scale that they were made with, never by the next one (`_scaled_grad.py`).
+scale that they were made with, never by the next one (`_redo.py`).
 
     on a finite step:
         skipped = 0
@@ -29,7 +29,7 @@ import numpy as np
 from ._tree import check_bool
 
 Scalar = Any  # an array without dimensions, or a Python number
-_TINY, _MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_TINY, FLOAT32_MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 class DynamicScalerState(NamedTuple):
@@ -148,7 +148,7 @@ class DynamicScalerState(NamedTuple):
                 adjust_factor=growth,
                 scaler=scale,
                 min_scaler=minimum,
-                max_scaler=_MAX,
+                max_scaler=FLOAT32_MAX,
                 backoff_factor=backoff,
                 hysteresis=hysteresis,
             ),
@@ -200,7 +200,7 @@ class DynamicScalerState(NamedTuple):
         works.
         """
         s = type(self)(*(None if x is None else jnp.asarray(x, kind) for x, kind in zip(self, _KINDS, strict=True)))
-        return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, _MAX), s._floor()))
+        return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, FLOAT32_MAX), s._floor()))
 
 
 _KINDS = tuple(np.float32 if x is None else x.dtype for x in DynamicScalerState())

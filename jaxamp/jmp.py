@@ -42,13 +42,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._periodic import as_scalar, as_state, counter_of
-from ._scaled_grad import scaled, unscaled
+from ._scale import scaled, unscaled
+from ._scaler import FLOAT32_MAX
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, tree_where
 
 Tree = TypeVar("Tree")
-
-_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 __all__ = [
     "DynamicLossScale",
@@ -296,7 +295,7 @@ class DynamicLossScale(eqx.Module):
         """The next loss scale, given whether this step's gradients were finite."""
         check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
         state = as_state(
-            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=_FLOAT32_MAX
+            self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=FLOAT32_MAX
         ).adjust(grads_finite)
         return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_of(state)))
 

@@ -51,8 +51,9 @@ import optax
 
 from ._amp import amp, amp_stop
 from ._periodic import as_scalar, as_state, counter_of
-from ._scaled_grad import dynamic_scale_value_and_grad, unscaled
-from ._scaled_grad import scaled as _scaled
+from ._scale import scaled as _scaled
+from ._scale import unscaled
+from ._scaled_grad import dynamic_scale_value_and_grad
 from ._scaler import DynamicScalerState
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, is_inexact, tree_where

@@ -1,14 +1,10 @@
 """What the tests of the two faces share: the same case run by a peer and by us, and a comparison to the bit."""
 
 import inspect
-import os
-import subprocess
-import sys
 
-import equinox as eqx
 import jax
-import numpy as np
 import pytest
+from bits import assert_same_bits
 
 
 def run(module, case):
@@ -28,17 +24,7 @@ def fields(tree):
 
 def assert_same(theirs, ours):
     """The same structure, dtypes and bits."""
-    theirs, ours = fields(theirs), fields(ours)
-    assert jax.tree.structure(theirs) == jax.tree.structure(ours)
-    for x, y in zip(jax.tree.leaves(theirs), jax.tree.leaves(ours), strict=True):
-        if not eqx.is_array_like(x):
-            assert x == y
-        elif hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
-            assert_same(jax.random.key_data(x), jax.random.key_data(y))
-        else:
-            x, y = np.asarray(x), np.asarray(y)
-            assert (x.dtype, x.shape) == (y.dtype, y.shape)
-            assert x.tobytes() == y.tobytes(), f"{x} and {y}"
+    assert_same_bits(fields(theirs), fields(ours))
 
 
 def assert_accepts(theirs, ours, changed=()):
@@ -51,13 +37,6 @@ def assert_accepts(theirs, ours, changed=()):
             assert x.default is y.default or x.default == y.default
     assert len(mine) >= len(names)
     assert all(y.kind is y.KEYWORD_ONLY for y in mine[len(names) :])
-
-
-def starts_no_backend(module):
-    code = f"import jax, {module}; print('done'); jax.devices()"
-    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}  # starting a backend fails
-    out = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
-    return out.stdout == "done\n" and "Unable to initialize backend 'nowhere'" in out.stderr
 
 
 def raises(error, *words):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from faces import assert_accepts, assert_same, raises, run, starts_no_backend
+from backend import starts_no_backend
+from faces import assert_accepts, assert_same, raises, run
 
 from jaxamp import jmp
 
@@ -386,7 +387,7 @@ def test_haiku_takes_our_policies():
 
 
 def test_import_starts_no_backend():
-    assert starts_no_backend("jaxamp.jmp")
+    assert starts_no_backend("import jaxamp.jmp")
 
 
 # -- JMP's documents

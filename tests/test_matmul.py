@@ -106,50 +106,61 @@ def test_an_exact_operand_has_a_low_gradient(low):
     assert (forward.outvars[0].aval.dtype, backward.outvars[0].aval.dtype) == (low, low)
 
 
-@pytest.mark.parametrize("where", ["both", "weights", "activations"])
-@operations
-def test_vmap_of_a_gradient_is_the_gradients(name, where):
-    op, x, w = OPERATIONS[name]
-    if name == "ragged" and where != "both":
-        pytest.skip("JAX maps ragged_dot along the first axis of all operands")
-    xs, ws = jnp.stack([x, 2 * x]), jnp.stack([w, -w])
-    axes = {"both": (0, 0), "weights": (0, None), "activations": (None, 0)}[where]
-    args = ws if axes[0] == 0 else w, xs if axes[1] == 0 else x
-
-    def loss(w, x):
-        return jnp.sum(jnp.sin(op(x, w).astype(jnp.float32)))
-
+def assert_mapped(loss, axes, *args):
+    """`vmap` of a gradient gives the gradients, one by one, in float32."""
     grad = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), argnums=(0, 1))
-    if name == "ragged":
-        mapped = jax.jit(lambda *a: [jnp.stack(g) for g in zip(*(grad(*(y[i] for y in a)) for i in range(2)))])
-    else:
-        mapped = jax.jit(jax.vmap(grad, axes))
+    mapped = jax.jit(jax.vmap(grad, axes))(*args)
     for i in range(2):
-        alone = jax.jit(grad)(*(a[i] if axis == 0 else a for a, axis in zip(args, axes)))
-        for found, expected in zip(mapped(*args), alone):
+        alone = jax.jit(grad)(*(a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)))
+        for found, expected in zip(mapped, alone, strict=True):
             assert found.dtype == jnp.float32
             assert error(found[i], np.asarray(expected, np.float64)) < 2e-2
 
 
-@operations
-def test_forward_mode_and_second_order_are_near_float64(name):
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)], ids=["both", "weights", "activations"])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "ragged"])
+def test_vmap_of_a_gradient_is_the_gradients(name, axes):
     op, x, w = OPERATIONS[name]
+    args = jnp.stack([w, -w]) if axes[0] == 0 else w, jnp.stack([x, 2 * x]) if axes[1] == 0 else x
+    assert_mapped(lambda w, x: jnp.sum(jnp.sin(op(x, w))), axes, *args)
 
-    def loss(w, x):
-        return jnp.sum(jnp.sin(0.3 * op(x, w)))
 
-    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
-    if name == "ragged":
-        amp = loss  # JAX has no second order of it
+def test_vmap_of_a_ragged_gradient_is_the_gradients():
+    """JAX maps a ragged matmul along the first axis of all operands at once."""
+    _, x, w = OPERATIONS["ragged"]
+    groups = jnp.stack([GROUPS, GROUPS[::-1]])
+
+    def loss(w, x, groups):
+        return jnp.sum(jnp.sin(lax.ragged_dot(x, w, groups)))
+
+    assert_mapped(loss, (0, 0, 0), jnp.stack([w, -w]), jnp.stack([x, 2 * x]), groups)
+
+
+def scaled_loss(name):
+    op, x, w = OPERATIONS[name]
+    return lambda w, x: jnp.sum(jnp.sin(0.3 * op(x, w))), w, x
+
+
+def in_float64(fn, *args):
     with jax.enable_x64(True):
-        w64, x64 = (jnp.asarray(np.asarray(a, np.float64)) for a in (w, x))
-        tangent = np.asarray(jax.jvp(loss, (w64, x64), (w64, x64))[1])
-        second = np.asarray(jax.jvp(jax.grad(loss), (w64, x64), (w64, x64))[1]) if name != "ragged" else None
-    assert error(jax.jvp(amp, (w, x), (w, x))[1], tangent) < 5e-2
-    if second is not None:
-        found = jax.jit(lambda w, x: jax.jvp(jax.grad(amp), (w, x), (w, x))[1])(w, x)
-        assert found.dtype == jnp.float32
-        assert error(found, second) < 5e-2
+        return np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in args)))
+
+
+@operations
+def test_forward_mode_is_near_float64(name):
+    loss, w, x = scaled_loss(name)
+    tangent = lambda fn: lambda w, x: jax.jvp(fn, (w, x), (w, x))[1]
+    found = jax.jit(tangent(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(w, x)
+    assert error(found, in_float64(tangent(loss), w, x)) < 5e-2
+
+
+@operations
+def test_second_order_is_near_float64(name):
+    loss, w, x = scaled_loss(name)
+    second = lambda fn: lambda w, x: jax.jvp(jax.grad(fn), (w, x), (w, x))[1]
+    found = jax.jit(second(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(w, x)
+    assert found.dtype == jnp.float32
+    assert error(found, in_float64(second(loss), w, x)) < 5e-2
 
 
 def test_a_policy_of_checkpoint_that_saves_matmuls_saves_these():

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from faces import assert_accepts, assert_same, raises, run, starts_no_backend
+from backend import starts_no_backend
+from faces import assert_accepts, assert_same, raises, run
 
 from jaxamp import mpx
 
@@ -499,7 +500,7 @@ def test_the_second_step_is_not_traced_anew():
 
 
 def test_import_starts_no_backend():
-    assert starts_no_backend("jaxamp.mpx")
+    assert starts_no_backend("import jaxamp.mpx")
 
 
 # -- MPX's documents

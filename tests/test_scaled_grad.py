@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -74,10 +75,6 @@ LOSS = jaxamp.amp(error)
 
 def relative(found, expected):
     return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
-
-
-def bits(x):
-    return np.asarray(x).tobytes()
 
 
 # -- the laws

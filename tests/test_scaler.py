@@ -1,12 +1,10 @@
 """The rule of the scaler's state, against other scalers' rules and against anything that may happen."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backend import starts_no_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -259,11 +257,7 @@ def test_the_default_state_is_traced_once():
 
 
 def test_making_a_state_starts_no_backend():
-    code = (
-        "import jaxamp; from jax._src import xla_bridge; jaxamp.DynamicScalerState(); jaxamp.DynamicScalerState.torch()"
-        "; assert not xla_bridge._backends"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert starts_no_backend("from jaxamp import DynamicScalerState as S; S(); S.torch(); S.static(2.0); S.no_op()")
 
 
 # -- telling what happened
