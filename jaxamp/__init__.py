@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ._amp import amp as amp
 from ._amp import amp_stop as amp_stop
 from ._amp import unmatched_keys as unmatched_keys
+from ._attention import dot_product_attention as dot_product_attention
 from ._higher_order import Body as Body
 from ._higher_order import Entry as Entry
 from ._higher_order import register_higher_order as register_higher_order

@@ -118,3 +118,16 @@ def batching_rules() -> dict[Primitive, Any]:
     from jax._src.interpreters import batching
 
     return batching.fancy_primitive_batchers
+
+
+def wants_devices(primitive: Primitive) -> None:
+    """Let the lowering of a primitive know the devices that it is for, where they are known: see `has_devices`."""
+    from jax._src import dispatch
+
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def has_devices(ctx: Any) -> bool:
+    """Whether a lowering knows the devices that it is for."""
+    context = ctx.module_context.axis_context
+    return getattr(context, "device_assignment", None) is not None or not hasattr(context, "device_assignment")

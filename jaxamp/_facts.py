@@ -65,8 +65,9 @@ MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"
 CHEAP = frozenset(
     """
     abs acos acosh add add_any asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
-    convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expand_dims expm1 floor integer_pow iota log log1p
-    logistic max min mul neg one_minus_square pad pow reduce_max reduce_min reduce_prod reduce_sum rem reshape rev round
-    rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose
+    convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expand_dims expm1 floor integer_pow iota log
+    log1p logistic max min mul neg one_minus_square ordered pad pow reduce_max reduce_min reduce_prod reduce_sum rem
+    reshape rev round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
+    transpose
     """.split()
 )

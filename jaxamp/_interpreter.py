@@ -17,6 +17,7 @@ from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_ja
 from ._facts import SPREADS
 from ._higher_order import bind
 from ._judge import How, apply_rule
+from ._layout import in_order
 from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
 from ._rules import cast
@@ -76,10 +77,18 @@ def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
     """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
     rounded: its gradient is a sum along that axis, which then is a sum of float32."""
     shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
-    if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or dtype == float_dtype(atom.aval):
+    if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or float_dtype(atom.aval) is None:
         return env.read(atom, dtype)
     x = env.read(atom)
-    return x if x.dtype == dtype else cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
+    if _is_table(x.shape, shape):
+        return cast(in_order(lax.broadcast_in_dim(x, shape, range(x.ndim))), dtype)
+    return env.read(atom, dtype) if x.dtype == dtype else cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
+
+
+def _is_table(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand of more than one axis is repeated along the leading axes of a result."""
+    kept = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return 0 < kept < len(shape) - 1 and tuple(shape[kept:]) == tuple(result[kept:])
 
 
 class Interpreter:
@@ -119,6 +128,8 @@ class Interpreter:
             return operands
         if step.how is How.ENTER:
             return _higher_order.run(self, eqn, step, operands)
+        if step.swapped:
+            operands = operands[::-1]
         if step.how is How.LOW and has_mixed(eqn.primitive):
             return [mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)]
         return bind(eqn, operands, **(step.params or {}))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._attention import ATTENTION, takes_part
 from ._compat import Jaxpr, Literal, Primitive, Var, consts_of, open_jaxpr, scopes
 from ._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES
 from ._higher_order import Entry, describe
@@ -140,6 +141,8 @@ class Judge:
         if how is How.RULE:
             values = [self.value(s, v.aval) for s, v in zip(ins, eqn.invars, strict=True)]
             floats = [value.standing for value in self.outs_of_rule(eqn, values, found.rule)]
+        if how is How.LOW and eqn.primitive in ATTENTION:
+            floats = [LOW if part else EXACT for part in takes_part(eqn.primitive, eqn.params)[1]]
         integers = _standing_of_integers(eqn, ins)
         outs = tuple(
             s if float_dtype(v.aval) is not None else integers if is_wide_integer(v.aval) else FREE
@@ -169,6 +172,8 @@ class Judge:
             return How.ORIGINAL, "made from positions", POSITION
         if found.rule is use_original_precision:
             return How.ORIGINAL, _source(found), kept
+        if eqn.primitive in ATTENTION:
+            return self._decide_attention(eqn, ins, found)
         if name in FIXED and not _rounds_nothing(eqn):
             return How.ORIGINAL, f"{name} has a fixed dtype", kept
         if not _is_by_primitive(found) and eqn.primitive not in load_policy("default"):
@@ -180,7 +185,7 @@ class Judge:
             widens = any(self.may_lower(v) for v in eqn.outvars)  # asked for by `preferred_element_type`
             return How.ORIGINAL, "nothing to lower", kept if floats and widens else together
         if found.rule is use_compute_precision:
-            refusal = self._refuses(eqn, ins)
+            refusal = self._refuses(eqn, eqn.invars, ins)
             if refusal is None:
                 return How.LOW, _source(found), LOW
             if refusal != _OUTER:
@@ -212,17 +217,31 @@ class Judge:
             return How.ORIGINAL, "the user's cast to a wider dtype", max(operand, EXACT)
         return How.ORIGINAL, "the user's cast", operand
 
-    def _refuses(self, eqn: Any, ins: list[Standing]) -> str | None:
+    def _decide_attention(self, eqn: Any, ins: list[Standing], found: Found) -> tuple[How, str, Standing]:
+        """By the operands that are multiplied. A bias may be a position."""
+        part, _ = takes_part(eqn.primitive, eqn.params)
+        operands = [v for v, own in zip(eqn.invars, part, strict=True) if own]
+        ins = [s for s, own in zip(ins, part, strict=True) if own]
+        if not any(map(self.may_lower, operands)):
+            return How.ORIGINAL, "nothing to lower", combine(ins)
+        refusal = self._refuses(eqn, operands, ins)
+        if refusal is not None:
+            return How.ORIGINAL, refusal, EXACT
+        if found.rule is use_compute_precision or combine(ins) is LOW:
+            return How.LOW, _source(found), LOW
+        return How.ORIGINAL, _WHY_NOT_LOW[combine(ins)], EXACT
+
+    def _refuses(self, eqn: Any, invars: Sequence[Any], ins: list[Standing]) -> str | None:
         """Why an equation under the compute rule is not lowered after all; None if it is."""
         params = eqn.params
-        dtypes = [float_dtype(v.aval) for v in eqn.invars]
+        dtypes = [float_dtype(v.aval) for v in invars]
         ours = [d is None or d == self.compute_dtype or may_lower(d, self.compute_dtype) for d in dtypes]
         if not all(ours) or ("preferred_element_type" in params and any(d is None for d in dtypes[:2])):
             return "mixed dtypes as written"
         preferred = params.get("preferred_element_type")
         if preferred is not None and not may_lower(np.dtype(preferred), self.compute_dtype):
             return "another result dtype as written"
-        if any(s is not FREE and isinstance(v, Literal) for s, v in zip(ins, eqn.invars, strict=True)):
+        if any(s is not FREE and isinstance(v, Literal) for s, v in zip(ins, invars, strict=True)):
             return "a constant is out of range"
         if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
             return "made from positions"

@@ -47,6 +47,26 @@ def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], comp
     return _MIXED[base.name].bind(*operands, compute_dtype=compute_dtype, **params)
 
 
+def with_operands_swapped(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a `dot_general` of the same operands, the second one first."""
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    return {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+
+
+def order_when_swapped(eqn: Any) -> tuple[int, ...] | None:
+    """Where the axes of a `dot_general` are found in its result once the operands are swapped; None: don't swap them.
+
+    A layer that is mapped over tokens, `vmap(lambda x: weight @ x)`, is a matmul with the weight first and the tokens
+    last, and a transpose of its result.
+    """
+    if eqn.primitive is not lax.dot_general_p or eqn.params.get("out_sharding") is not None:
+        return None
+    (left, _), (batch, _) = eqn.params["dimension_numbers"]
+    rank, before = eqn.outvars[0].aval.ndim, len(batch)
+    after = before + eqn.invars[0].aval.ndim - len(left) - before
+    return (*range(before), *range(after, rank), *range(before, after))
+
+
 def _low(x: Any, dtype: np.dtype) -> Any:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 
+from ._attention import ATTENTION, takes_part
 from ._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from ._facts import MOVES
 from ._higher_order import Entry
 from ._judge import How, Judge, Path, Verdict
-from ._matmul import has_mixed
+from ._matmul import has_mixed, order_when_swapped, with_operands_swapped
 from ._policy import Key
 from ._rules import Rule, lowered_params, use_original_precision
 from ._standing import FREE, LOW, Standing, Value, constant_standing, float_dtype
@@ -37,6 +39,7 @@ class Step(NamedTuple):
     touched: bool  # whether it differs from binding the equation as written
     entry: Entry | None = None
     bodies: tuple["Plan", ...] = ()
+    swapped: bool = False  # a matmul whose operands are bound the other way round
 
 
 class Plan(NamedTuple):
@@ -140,6 +143,7 @@ class Planner:
             step = self._step(eqn, verdict, [read(v) for v in eqn.invars], wanted, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
+        _fold_transposes(body, steps)
         touched = any(s.touched for s in steps) or any(
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
         )
@@ -174,6 +178,15 @@ class Planner:
         match how:
             case How.ORIGINAL | How.CONSTANT:
                 return written()
+            case How.LOW if eqn.primitive in ATTENTION:
+                part, _ = takes_part(eqn.primitive, eqn.params)
+                dtypes = [r if own else v.dtype for own, r, v in zip(part, low().reads, ins, strict=True)]
+                avals = [
+                    v.aval if dtype is None else v.aval.update(dtype=dtype)
+                    for dtype, v in zip(dtypes, eqn.invars, strict=True)
+                ]
+                results, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+                return step(dtypes, [Value(s, float_dtype(aval)) for s, aval in zip(outs, results, strict=True)])
             case How.LOW if has_mixed(eqn.primitive):
                 made = low()  # a float32 parameter is rounded inside, so that its gradient is not
                 inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
@@ -258,6 +271,33 @@ class Planner:
             entry,
             tuple(plans),
         )
+
+
+def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
+    """Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in."""
+    readers: dict[Var, list[int | None]] = {}
+    for i, eqn in [*enumerate(jaxpr.eqns), (None, jaxpr)]:
+        for atom in eqn.outvars if i is None else eqn.invars:
+            if not isinstance(atom, Literal):
+                readers.setdefault(atom, []).append(i)
+    for i, (eqn, step) in enumerate(zip(jaxpr.eqns, steps, strict=True)):
+        if step.how is not How.LOW or (order := order_when_swapped(eqn)) is None:
+            continue
+        if order == tuple(range(len(order))):
+            if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:  # a matrix and a vector, to be mapped from outside
+                steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
+            continue
+        found = readers.get(eqn.outvars[0], [])
+        if len(found) != 1 or found[0] is None:
+            continue
+        reader, after = jaxpr.eqns[found[0]], steps[found[0]]
+        if (
+            reader.primitive is lax.transpose_p
+            and tuple(reader.params["permutation"]) == order
+            and after.reads[0] == step.outs[0].dtype
+        ):
+            steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
+            steps[found[0]] = after._replace(how=How.ALIAS, reason="folded into the matmul before it", touched=True)
 
 
 def _wanted_results(entry: Entry, outs: Sequence[Standing], wanted: Sequence[bool]) -> list[bool]:

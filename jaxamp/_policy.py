@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ._attention import ATTENTION, FORWARD
 from ._compat import NOT_EVERYWHERE, Primitive, primitives
 from ._rules import WORDS, ByTarget, Rule, use_original_precision
 
@@ -90,6 +91,8 @@ def _primitive(table: _Table, name: Any) -> Primitive | None:
         table.fail(str(name), "the name of a JAX primitive", " Write for example 'dot_general'.")
     if name in primitives():
         return primitives()[name]
+    if name == FORWARD.name:
+        return FORWARD
     if name in NOT_EVERYWHERE:
         return None
     table.fail(
@@ -264,6 +267,7 @@ class Lookup:
         return found
 
     def _find(self, path: tuple[str, ...], primitive: Primitive) -> Found:
+        primitive = FORWARD if primitive in ATTENTION else primitive  # its derivatives follow it
         for depth in range(1, len(path) + 1):
             for key in self._keys_at(path[:depth], primitive):
                 return Found(self._rules[key], key)
