@@ -61,13 +61,24 @@ SPREADS = frozenset("add sub mul div rem pow max min atan2 nextafter complex".sp
 # Bilinear in their first two operands: what a matrix unit does.
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
-# One pass over operands that are read anyway: sooner computed again than kept for the backward pass.
-CHEAP = frozenset(
+
+# Nonlinear functions of one entry: their derivative needs a value that they read or made.
+BENDS = frozenset(
     """
-    abs acos acosh add add_any asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
-    convert_element_type copy cos cosh div erf erf_inv erfc exp exp2 expand_dims expm1 floor integer_pow iota log
-    log1p logistic max min mul neg one_minus_square ordered pad pow reduce_max reduce_min reduce_prod reduce_sum rem
-    reshape rev round rsqrt select_n sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh
-    transpose
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 integer_pow log log1p
+    logistic one_minus_square pow rsqrt sin sinh sqrt square tan tanh
     """.split()
+)
+
+# Each entry of the result is made of one entry of each operand.
+ELEMENTWISE = BENDS | frozenset(
+    """
+    abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div expand_dims floor held max min mul neg
+    rem reshape round select_n sign squeeze stop_gradient sub
+    """.split()
+)
+
+# One pass over operands that are read anyway: sooner computed again than kept for the backward pass.
+CHEAP = ELEMENTWISE | frozenset(
+    "concatenate iota pad reduce_max reduce_min reduce_prod reduce_sum rev slice split transpose".split()
 )

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
 from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
-from ._residuals import keeping_little
+from ._residuals import Keep, keeping_little
 from ._rules import cast
 from ._standing import EXACT, LOW, Value
 
@@ -44,6 +45,8 @@ class Entry(NamedTuple):
 class Rewriter(Protocol):
     """What a higher-order rule may ask of the interpreter."""
 
+    keep: Keep  # what is kept for the backward pass
+
     def evaluate(self, plan: Any, operands: Sequence[Any]) -> list[Any]:
         """Run a planned jaxpr on operands in the planned dtypes."""
 
@@ -52,6 +55,9 @@ class Rewriter(Protocol):
 
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Any:
         """Plan a jaxpr that came up while running."""
+
+    def bare(self) -> "Rewriter":
+        """A rewriter that adds no checkpoints to a body, for one that is in a checkpoint."""
 
     def fresh(self) -> "Rewriter":
         """A rewriter without this one's memory, for functions that outlive the trace."""
@@ -125,13 +131,16 @@ def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> lis
 
 def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     (plan,), (body,) = step.bodies, step.entry.bodies
-    jaxpr = rewriter.trace(plan, [step.outs[r] for r in body.results])
-    return bind(eqn, operands, **{body.param: keeping_little(jaxpr) if plan.touched else jaxpr})
+    jaxpr = rewriter.bare().trace(plan, [step.outs[r] for r in body.results])
+    if plan.touched and rewriter.keep != "all":
+        run = keeping_little(jec.jaxpr_as_fun(jaxpr), plan.jaxpr, in_loop=True)
+        jaxpr = jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+    return bind(eqn, operands, **{body.param: jaxpr})
 
 
 def _run_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """Not `jax.checkpoint`, which would forget that an equation has been differentiated, and with it the barrier."""
-    jaxpr, consts = without_consts(rewriter.trace(step.bodies[0], step.outs))
+    jaxpr, consts = without_consts(rewriter.bare().trace(step.bodies[0], step.outs))
     changed: dict[str, Any] = {"jaxpr": jaxpr}
     if consts and isinstance(eqn.params["prevent_cse"], tuple):
         changed["prevent_cse"] = (False,) * len(consts) + eqn.params["prevent_cse"]

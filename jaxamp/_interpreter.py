@@ -16,10 +16,12 @@ from . import _higher_order
 from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
 from ._facts import SPREADS
 from ._higher_order import bind
+from ._islands import Island, find_islands
 from ._judge import How, apply_rule
-from ._layout import in_order
+from ._layout import held
 from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
+from ._residuals import Keep
 from ._rules import cast
 from ._standing import WIDE, Value, float_dtype
 
@@ -50,6 +52,18 @@ class _Env:
     def write(self, var: Var, x: Any, value: Value) -> None:
         self._values[var] = x, value
 
+    def with_values(self, variables: Sequence[Var], xs: Sequence[Any]) -> "_Env":
+        """An environment with other values for some variables, and no others but constants."""
+        env = _Env()
+        env._constants = dict(self._constants)
+        for var, x in zip(variables, xs, strict=True):
+            env.write(var, x, self._values[var][1])
+        return env
+
+    def dtype_of(self, var: Var) -> np.dtype | None:
+        """The dtype that a value is held in; None for a constant that is yet to be made."""
+        return self._values[var][0].dtype if var in self._values else None
+
     def postpone(self, eqn: Any) -> None:
         """Spread a literal when it is read, in the dtype that it is read in."""
         self._constants[eqn.outvars[0]] = eqn
@@ -73,30 +87,48 @@ class _Env:
         return self._casts[atom, dtype]
 
 
-def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
+def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None, compute_dtype: np.dtype) -> Any:
     """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
     rounded: its gradient is a sum along that axis, which then is a sum of float32."""
     shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
     if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or float_dtype(atom.aval) is None:
         return env.read(atom, dtype)
     x = env.read(atom)
-    if _is_table(x.shape, shape):
-        return cast(in_order(lax.broadcast_in_dim(x, shape, range(x.ndim))), dtype)
-    return env.read(atom, dtype) if x.dtype == dtype else cast(lax.broadcast_in_dim(x, shape, range(x.ndim)), dtype)
+    first = _first_kept_axis(x.shape, shape)
+    rounded = x.dtype == np.float32 and (dtype == compute_dtype or _is_added_to_low(env, eqn, atom, compute_dtype))
+    table = first is not None and first < x.ndim - 1
+    if x.dtype == dtype and not (table or rounded):
+        return x
+    x = lax.broadcast_in_dim(x, shape, range(x.ndim))
+    if table or rounded:
+        x = held(x, compute_dtype if rounded else x.dtype, ordered=first is not None)
+    return cast(x, dtype)
 
 
-def _is_table(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand of more than one axis is repeated along the leading axes of a result."""
-    kept = next((i for i, size in enumerate(shape) if size != 1), len(shape))
-    return 0 < kept < len(shape) - 1 and tuple(shape[kept:]) == tuple(result[kept:])
+def _is_added_to_low(env: _Env, eqn: Any, atom: Any, compute_dtype: np.dtype) -> bool:
+    """Whether an operand is added to what is held low, so that the cotangent of the sum is rounded anyway."""
+    others = [v for v in eqn.invars if v is not atom and not isinstance(v, Literal)]
+    return eqn.primitive.name in ("add", "sub") and any(env.dtype_of(v) == compute_dtype for v in others)
+
+
+def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
+    """The axis from which on an operand has the shape of the result, if it is repeated along all axes before."""
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return first if 0 < first < len(shape) and tuple(shape[first:]) == tuple(result[first:]) else None
 
 
 class Interpreter:
-    """Runs plans. The rewriter that higher-order rules are given."""
+    """Runs plans. The rewriter that higher-order rules are given.
 
-    def __init__(self, planner: Planner):
+    With `islands`, element-wise work in float32 between low values is computed again in the backward pass.
+    """
+
+    def __init__(self, planner: Planner, keep: Keep = "all", islands: bool = False):
+        self.keep = keep
         self._planner = planner
+        self._islands = islands
         self._traced: dict[Any, tuple[Plan, Jaxpr]] = {}
+        self._traced_bare: dict[Any, tuple[Plan, Jaxpr]] = {}
 
     def evaluate(self, plan: Plan, operands: Sequence[Any]) -> list[Any]:
         """Run `plan` on operands in the dtypes of `plan.ins`; the results are in those of `plan.outs`."""
@@ -105,8 +137,17 @@ class Interpreter:
             env.write(var, const, Value(self._planner.judge.standing_of_constant(const), float_dtype(var.aval)))
         for var, x, value in zip(jaxpr.invars, operands, plan.ins, strict=True):
             env.write(var, x, value)
+        done = 0
+        for island in find_islands(plan, self._planner.compute_dtype) if self._islands else ():
+            self._run_all(plan, range(done, island.steps.start), env)
+            self._run_island(plan, island, env)
+            done = island.steps.stop
+        self._run_all(plan, range(done, len(plan.steps)), env)
+        return [env.read(v, o.dtype) for v, o in zip(jaxpr.outvars, plan.outs, strict=True)]
+
+    def _run_all(self, plan: Plan, steps: range, env: _Env) -> None:
         outer = current_name_stack()
-        for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
+        for eqn, step in ((open_jaxpr(plan.jaxpr).eqns[i], plan.steps[i]) for i in steps):
             if step.how is How.CONSTANT and plan.touched:
                 env.postpone(eqn)
                 continue
@@ -115,13 +156,28 @@ class Interpreter:
                 outs = self._run(eqn, step, env)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
                     env.write(var, cast(x, value.dtype), value)
-        return [env.read(v, o.dtype) for v, o in zip(jaxpr.outvars, plan.outs, strict=True)]
+
+    def _run_island(self, plan: Plan, island: Island, env: _Env) -> None:
+        bare = self.bare()
+
+        def run(operands: list[Any]) -> list[Any]:
+            inside = env.with_values(island.ins, operands)
+            bare._run_all(plan, island.steps, inside)
+            return [inside.read(v, dtype) for v, dtype in zip(island.outs, island.dtypes, strict=True)]
+
+        outs = jax.checkpoint(run)([env.read(v) for v in island.ins])
+        values = {v: value for i in island.steps for v, value in plan.values_of(i)}
+        for var, x in zip(island.outs, outs, strict=True):
+            env.write(var, x, values[var])
 
     def _run(self, eqn: Any, step: Step, env: _Env) -> Sequence[Any]:
         if step.how is How.RULE:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
-        operands = [_operand(env, eqn, v, dtype) for v, dtype in zip(eqn.invars, step.reads, strict=True)]
+        operands = [
+            _operand(env, eqn, v, dtype, self._planner.compute_dtype)
+            for v, dtype in zip(eqn.invars, step.reads, strict=True)
+        ]
         if not step.touched:
             return bind(eqn, operands)
         if step.how is How.ALIAS:
@@ -161,4 +217,12 @@ class Interpreter:
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh())
+        return Interpreter(self._planner.fresh(), self.keep)
+
+    def bare(self) -> "Interpreter":
+        """An interpreter that makes no islands, for the inside of a checkpoint."""
+        if not self._islands:
+            return self
+        made = Interpreter(self._planner, self.keep)
+        made._traced = self._traced_bare
+        return made

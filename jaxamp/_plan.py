@@ -50,6 +50,10 @@ class Plan(NamedTuple):
     outs: tuple[Value, ...]
     touched: bool  # whether running it differs from running the jaxpr
 
+    def values_of(self, i: int) -> list[tuple[Var, Value]]:
+        """The results of an equation, each with what is planned for it."""
+        return list(zip(open_jaxpr(self.jaxpr).eqns[i].outvars, self.steps[i].outs, strict=True))
+
 
 class Planner:
     """Makes plans, with a memory that lasts for one trace."""

@@ -1,12 +1,13 @@
-"""What a scan over layers keeps for the backward pass.
+"""What is kept for the backward pass.
 
 JAX saves for each nonlinear float32 operation its own operands, and a scan stacks them. Under `amp` the body of a scan
 is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks, what came over the wire, and
-whatever is not known to be cheap. Element-wise work and reductions are computed again from these. A body in which the
-user has placed a checkpoint is left alone.
+whatever is not known to be cheap. Element-wise work and reductions are computed again from these. With
+`keep="matmuls"` the whole function is such a checkpoint. Where the user has placed a checkpoint, theirs stays alone.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.extend.core as jec
@@ -14,18 +15,22 @@ import jax.extend.core as jec
 from ._compat import Jaxpr, open_jaxpr
 from ._facts import CHEAP
 
+Keep = Literal["auto", "matmuls", "all"]
+
 
 def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: whether the results of an operation are kept."""
     return primitive.name not in CHEAP
 
 
-def keeping_little(jaxpr: Jaxpr) -> Jaxpr:
-    """The body of a scan, such that little is kept of it."""
-    if _has_checkpoint(jaxpr) or open_jaxpr(jaxpr).effects:
-        return jaxpr
-    run = jax.checkpoint(jec.jaxpr_as_fun(jaxpr), policy=keeps, prevent_cse=False)
-    return jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))
+def keeping_little(fun: Callable[..., Any], written: Jaxpr, in_loop: bool) -> Callable[..., Any]:
+    """A function, such that little is kept of it; as it is if the user's own program, `written`, has a checkpoint.
+
+    In a loop nothing can be merged with the first computation of a value, and barriers against that would only cost.
+    """
+    if _has_checkpoint(written) or open_jaxpr(written).effects:
+        return fun
+    return jax.checkpoint(fun, policy=keeps, prevent_cse=not in_loop)
 
 
 def _has_checkpoint(jaxpr: Jaxpr) -> bool:
