@@ -78,7 +78,7 @@ ELEMENTWISE = BENDS | frozenset(
     """.split()
 )
 
+REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
+
 # One pass over operands that are read anyway: sooner computed again than kept for the backward pass.
-CHEAP = ELEMENTWISE | frozenset(
-    "concatenate iota pad reduce_max reduce_min reduce_prod reduce_sum rev slice split transpose".split()
-)
+CHEAP = ELEMENTWISE | REDUCES | frozenset("concatenate iota pad rev slice split transpose".split())

@@ -23,6 +23,7 @@ from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
 from ._residuals import Keep
 from ._rules import cast
+from ._softmax import Softmax, find_softmaxes, low_softmax
 from ._standing import WIDE, Value, float_dtype
 
 
@@ -87,28 +88,10 @@ class _Env:
         return self._casts[atom, dtype]
 
 
-def _operand(env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None, compute_dtype: np.dtype) -> Any:
-    """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
-    rounded: its gradient is a sum along that axis, which then is a sum of float32."""
-    shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
-    if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or float_dtype(atom.aval) is None:
-        return env.read(atom, dtype)
-    x = env.read(atom)
-    first = _first_kept_axis(x.shape, shape)
-    rounded = x.dtype == np.float32 and (dtype == compute_dtype or _is_added_to_low(env, eqn, atom, compute_dtype))
-    table = first is not None and first < x.ndim - 1
-    if x.dtype == dtype and not (table or rounded):
-        return x
-    x = lax.broadcast_in_dim(x, shape, range(x.ndim))
-    if table or rounded:
-        x = held(x, compute_dtype if rounded else x.dtype, ordered=first is not None)
-    return cast(x, dtype)
-
-
-def _is_added_to_low(env: _Env, eqn: Any, atom: Any, compute_dtype: np.dtype) -> bool:
-    """Whether an operand is added to what is held low, so that the cotangent of the sum is rounded anyway."""
+def _is_added_to(low: np.dtype, env: _Env, eqn: Any, atom: Any) -> bool:
+    """Whether an operand is added to what is held low: on the way back to that, the cotangent of the sum is rounded."""
     others = [v for v in eqn.invars if v is not atom and not isinstance(v, Literal)]
-    return eqn.primitive.name in ("add", "sub") and any(env.dtype_of(v) == compute_dtype for v in others)
+    return eqn.primitive.name in ("add", "sub") and any(env.dtype_of(v) == low for v in others)
 
 
 def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
@@ -123,10 +106,11 @@ class Interpreter:
     With `islands`, element-wise work in float32 between low values is computed again in the backward pass.
     """
 
-    def __init__(self, planner: Planner, keep: Keep = "all", islands: bool = False):
+    def __init__(self, planner: Planner, keep: Keep = "all", islands: bool = False, in_island: bool = False):
         self.keep = keep
         self._planner = planner
         self._islands = islands
+        self._in_island = in_island
         self._traced: dict[Any, tuple[Plan, Jaxpr]] = {}
         self._traced_bare: dict[Any, tuple[Plan, Jaxpr]] = {}
 
@@ -138,12 +122,31 @@ class Interpreter:
         for var, x, value in zip(jaxpr.invars, operands, plan.ins, strict=True):
             env.write(var, x, value)
         done = 0
-        for island in find_islands(plan, self._planner.compute_dtype) if self._islands else ():
-            self._run_all(plan, range(done, island.steps.start), env)
-            self._run_island(plan, island, env)
-            done = island.steps.stop
+        for part in self._parts(plan):
+            self._run_all(plan, range(done, part.steps.start), env)
+            if isinstance(part, Island):
+                self._run_island(plan, part, env)
+            else:
+                self._run_softmax(plan, part, env)
+            done = part.steps.stop
         self._run_all(plan, range(done, len(plan.steps)), env)
         return [env.read(v, o.dtype) for v, o in zip(jaxpr.outvars, plan.outs, strict=True)]
+
+    def _parts(self, plan: Plan) -> list[Island | Softmax]:
+        """The parts of a plan that are not run one equation after the other."""
+        if self.keep == "all" or self._in_island:
+            return []
+        softmaxes = find_softmaxes(plan, self._planner.compute_dtype)
+        taken = {i for found in softmaxes for i in found.steps}
+        islands = find_islands(plan, self._planner.compute_dtype, taken)
+        return sorted([*softmaxes, *islands], key=lambda part: part.steps.start)
+
+    def _run_softmax(self, plan: Plan, found: Softmax, env: _Env) -> None:
+        last = found.steps[-1]
+        info = open_jaxpr(plan.jaxpr).eqns[last].source_info
+        with user_context(info.traceback, name_stack=current_name_stack() + info.name_stack):
+            y = low_softmax(env.read(found.operand, np.dtype(np.float32)), found.axes, self._planner.compute_dtype)
+        env.write(found.result, y, plan.steps[last].outs[0])
 
     def _run_all(self, plan: Plan, steps: range, env: _Env) -> None:
         outer = current_name_stack()
@@ -153,29 +156,29 @@ class Interpreter:
                 continue
             info = eqn.source_info
             with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
-                outs = self._run(eqn, step, env)
+                outs = self._run(eqn, step, env, plan.touched)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
                     env.write(var, cast(x, value.dtype), value)
 
     def _run_island(self, plan: Plan, island: Island, env: _Env) -> None:
-        bare = self.bare()
+        interpreter = Interpreter(self._planner, self.keep, in_island=True)
 
         def run(operands: list[Any]) -> list[Any]:
             inside = env.with_values(island.ins, operands)
-            bare._run_all(plan, island.steps, inside)
+            interpreter._run_all(plan, island.steps, inside)
             return [inside.read(v, dtype) for v, dtype in zip(island.outs, island.dtypes, strict=True)]
 
-        outs = jax.checkpoint(run)([env.read(v) for v in island.ins])
+        outs = (jax.checkpoint(run) if self._islands else run)([env.read(v) for v in island.ins])
         values = {v: value for i in island.steps for v, value in plan.values_of(i)}
         for var, x in zip(island.outs, outs, strict=True):
             env.write(var, x, values[var])
 
-    def _run(self, eqn: Any, step: Step, env: _Env) -> Sequence[Any]:
+    def _run(self, eqn: Any, step: Step, env: _Env, touched: bool) -> Sequence[Any]:
         if step.how is How.RULE:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
         operands = [
-            _operand(env, eqn, v, dtype, self._planner.compute_dtype)
+            self._operand(env, eqn, v, dtype) if touched else env.read(v, dtype)
             for v, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
         if not step.touched:
@@ -189,6 +192,23 @@ class Interpreter:
         if step.how is How.LOW and has_mixed(eqn.primitive):
             return [mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)]
         return bind(eqn, operands, **(step.params or {}))
+
+    def _operand(self, env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
+        """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
+        rounded: its gradient is a sum along that axis, which then is a sum of float32."""
+        shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
+        if shape is None or isinstance(atom, Literal) or atom.aval.shape == shape or float_dtype(atom.aval) is None:
+            return env.read(atom, dtype)
+        x, low = env.read(atom), self._planner.compute_dtype
+        first = _first_kept_axis(x.shape, shape)
+        table = first is not None and first < x.ndim - 1
+        rounded = x.dtype == np.float32 and (dtype == low or (self._in_island and _is_added_to(low, env, eqn, atom)))
+        if x.dtype == dtype and not (table or rounded):
+            return x
+        x = lax.broadcast_in_dim(x, shape, range(x.ndim))
+        if table or rounded:
+            x = held(x, low if rounded else x.dtype, ordered=first is not None)
+        return cast(x, dtype)
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of `plan`, made once, with results in the dtypes of `outs`."""

@@ -1,16 +1,16 @@
-"""Islands: element-wise work in float32 between low values, such as a gelu in a network of low matmuls.
+"""Islands: element-wise work and reductions in float32 between low values, such as a gelu or a softmax between matmuls.
 
 JAX keeps for the backward pass what each nonlinear operation of an island needs, in float32. An island is computed
 again instead, from its low operands, which are kept for the matmuls' sake or are half as large.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ._compat import Literal, Var, open_jaxpr
-from ._facts import BENDS, ELEMENTWISE
+from ._facts import BENDS, ELEMENTWISE, REDUCES
 from ._judge import How
 from ._plan import Plan, Step
 from ._standing import Value, float_dtype
@@ -25,22 +25,22 @@ class Island(NamedTuple):
     dtypes: tuple[np.dtype | None, ...]  # that the outs are read in; None: as they are
 
 
-def find_islands(plan: Plan, compute_dtype: np.dtype) -> list[Island]:
-    """The islands of a plan, in order: runs of element-wise equations that are worth computing again."""
+def find_islands(plan: Plan, compute_dtype: np.dtype, taken: Collection[int]) -> list[Island]:
+    """The islands of a plan, in order: runs of cheap equations, but for those taken, that are worth computing again."""
     if not plan.touched:
         return []
     jaxpr = open_jaxpr(plan.jaxpr)
     values: dict[Var, Value] = dict(zip(jaxpr.invars, plan.ins, strict=True))
     for i in range(len(plan.steps)):
         values.update(plan.values_of(i))
-    islands = [_island(plan, run) for run in _runs(plan)]
+    islands = [_island(plan, run) for run in _runs(plan, taken)]
     return [island for island in islands if _pays(plan, island, values, compute_dtype)]
 
 
-def _runs(plan: Plan) -> Iterator[range]:
+def _runs(plan: Plan, taken: Collection[int]) -> Iterator[range]:
     start = 0
     for i, (eqn, step) in enumerate(zip(open_jaxpr(plan.jaxpr).eqns, plan.steps, strict=True)):
-        if not _is_elementwise(eqn, step):
+        if i in taken or not _is_cheap(eqn, step):
             if i > start:
                 yield range(start, i)
             start = i + 1
@@ -48,13 +48,13 @@ def _runs(plan: Plan) -> Iterator[range]:
         yield range(start, len(plan.steps))
 
 
-def _is_elementwise(eqn: Any, step: Step) -> bool:
+def _is_cheap(eqn: Any, step: Step) -> bool:
     if eqn.effects or step.how is How.RULE:
         return False
     if step.how is not How.ENTER:
-        return eqn.primitive.name in ELEMENTWISE
+        return eqn.primitive.name in ELEMENTWISE | REDUCES
     return eqn.primitive.name == "jit" and all(
-        map(_is_elementwise, open_jaxpr(step.bodies[0].jaxpr).eqns, step.bodies[0].steps)
+        map(_is_cheap, open_jaxpr(step.bodies[0].jaxpr).eqns, step.bodies[0].steps)
     )
 
 

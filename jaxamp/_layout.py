@@ -28,6 +28,11 @@ def held(x: Any, dtype: np.dtype, ordered: bool) -> Any:
     return HELD.bind(x, here=False, dtype=dtype, ordered=ordered)
 
 
+def round_and_hold(x: Any, dtype: np.dtype) -> Any:
+    """`x` in `dtype`, held so: what reads it later reads the rounded values."""
+    return HELD.bind(lax.convert_element_type(x, dtype), here=True, dtype=dtype, ordered=False)
+
+
 def _identity(x: Any, **params: Any) -> Any:
     return x
 

@@ -50,6 +50,16 @@ class Plan(NamedTuple):
     outs: tuple[Value, ...]
     touched: bool  # whether running it differs from running the jaxpr
 
+    def readers(self) -> dict[Var, list[np.dtype | None]]:
+        """The dtypes that each variable is read in, one for each place where it is read."""
+        jaxpr, found = open_jaxpr(self.jaxpr), {}  # type: ignore[var-annotated]
+        steps = zip(jaxpr.eqns, self.steps, strict=True)
+        for atoms, dtypes in [*((e.invars, s.reads) for e, s in steps), (jaxpr.outvars, [o.dtype for o in self.outs])]:
+            for atom, dtype in zip(atoms, dtypes, strict=True):
+                if not isinstance(atom, Literal):
+                    found.setdefault(atom, []).append(dtype)
+        return found
+
     def values_of(self, i: int) -> list[tuple[Var, Value]]:
         """The results of an equation, each with what is planned for it."""
         return list(zip(open_jaxpr(self.jaxpr).eqns[i].outvars, self.steps[i].outs, strict=True))

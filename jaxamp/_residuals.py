@@ -14,13 +14,14 @@ import jax.extend.core as jec
 
 from ._compat import Jaxpr, open_jaxpr
 from ._facts import CHEAP
+from ._layout import HELD
 
 Keep = Literal["auto", "matmuls", "all"]
 
 
 def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: whether the results of an operation are kept."""
-    return primitive.name not in CHEAP
+    return primitive.name not in CHEAP or (primitive is HELD and params["here"])
 
 
 def keeping_little(fun: Callable[..., Any], written: Jaxpr, in_loop: bool) -> Callable[..., Any]:
