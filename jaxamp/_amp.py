@@ -156,7 +156,8 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     planner = Planner(Judge(options.lookup, options.compute_dtype))
     ins = [Value(standing_of_argument(v.aval), float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]
-    plan = planner.plan(jaxpr, ins, [True] * len(open_jaxpr(jaxpr).outvars), call.path)
+    results = [True] * len(open_jaxpr(jaxpr).outvars)
+    plan = planner.plan(jaxpr, ins, results, call.path, returned=results)
     return plan, planner, rest[-1]
 
 

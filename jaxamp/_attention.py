@@ -150,8 +150,10 @@ def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -
 
     def attend(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
         options = dict(zip(given, rest, strict=True))
-        if implementation == "cudnn" and "bias" in options:
-            options["bias"] = options["bias"].astype(q.dtype)  # the kernel takes no other
+        if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
+            whole = {name: options[name] for name in _SPREADS if name in options}
+            options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
+            options |= {"bias": options["bias"].astype(q.dtype)} if "bias" in options else {}
         with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
             return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
 
@@ -257,13 +259,48 @@ def _has_tensor_cores() -> bool:
 
 
 def _fused_forward(*operands: Any, **params: Any) -> Any:
-    halves = _halves(operands, **params)
-    return _plain_forward(*operands, **params) if halves is None else halves[0](*operands)
+    padded, params_of_padded = _padded_to_even(operands, params)
+    halves = _halves(padded, **params_of_padded)
+    if halves is None:
+        return _plain_forward(*operands, **params)
+    out, lse = halves[0](*padded)
+    return _cut(out, operands[0].shape), _cut(lse, operands[0].shape[:3])
 
 
 def _fused_backward(*operands: Any, **params: Any) -> Any:
-    halves = _halves(operands[:-3], **params)
-    return _plain_backward(*operands, **params) if halves is None else halves[1](*operands)
+    *primals, out, lse, ct = operands
+    padded, params_of_padded = _padded_to_even(primals, params)
+    halves = _halves(padded, **params_of_padded)
+    if halves is None:
+        return _plain_backward(*operands, **params)
+    found = halves[1](*padded, *(_pad(x, {1}) for x in (out, lse, ct)))
+    moving = _moving(params["given"], params["bias_moves"])
+    return [_cut(x, primals[i].shape) for x, i in zip(found, moving, strict=True)]
+
+
+def _padded_to_even(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """cuDNN takes no odd number of tokens: one more, and lengths that leave it out."""
+    q, k, v, *rest = primals
+    batch, tokens, keys = q.shape[0], q.shape[1], k.shape[1]
+    if tokens % 2 == keys % 2 == 0:
+        return list(primals), params
+    options = dict(zip(params["given"], rest, strict=True))
+    for name in _SPREADS:
+        if name in options:
+            options[name] = _pad(options[name], {axis for axis in (2, 3) if options[name].shape[axis] > 1})
+    for name, count in (("query_seq_lengths", tokens), ("key_value_seq_lengths", keys)):
+        options.setdefault(name, jnp.full(batch, count, np.int32))
+    return [_pad(q, {1}), _pad(k, {1}), _pad(v, {1}), *options.values()], {**params, "given": tuple(options)}
+
+
+def _pad(x: Any, axes: set[int]) -> Any:
+    """`x` with zeros behind, such that it has an even number of entries along some axes."""
+    return jnp.pad(x, [(0, x.shape[axis] % 2 if axis in axes else 0) for axis in range(x.ndim)])
+
+
+def _cut(x: Any, shape: Sequence[int]) -> Any:
+    """`x` without what padding has added."""
+    return x if x.shape == tuple(shape) else lax.slice(x, [0] * x.ndim, shape)
 
 
 # -- the rules of the three primitives

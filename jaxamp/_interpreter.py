@@ -172,6 +172,9 @@ class Interpreter:
         values = {v: value for i in island.steps for v, value in plan.values_of(i)}
         for var, x in zip(island.outs, outs, strict=True):
             env.write(var, x, values[var])
+        for i in island.steps:
+            if plan.steps[i].how is How.CONSTANT:
+                env.postpone(open_jaxpr(plan.jaxpr).eqns[i])
 
     def _run(self, eqn: Any, step: Step, env: _Env, touched: bool) -> Sequence[Any]:
         if step.how is How.RULE:

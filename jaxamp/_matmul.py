@@ -37,10 +37,14 @@ def has_mixed(primitive: Primitive) -> bool:
 
 
 def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], compute_dtype: np.dtype) -> Any:
-    """Bind the mixed form of `base`; operands are in the compute dtype, or in float32."""
+    """Bind the mixed form of `base`; operands are in the compute dtype, or in float32.
+
+    Low operands and a float32 result are a mixed matmul too: of those the CPU needs to know.
+    """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
-    if all(x.dtype == compute_dtype for x in operands[:2]):
+    dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
+    if all(dtype == compute_dtype for dtype in dtypes):
         return base.bind(*operands, **params)
     if base.name not in _MIXED:
         _MIXED[base.name] = _define(base)
@@ -101,23 +105,14 @@ def _define(base: Primitive) -> Primitive:
 def _jvp(base: Primitive, primals: Any, tangents: Any, *, compute_dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
     x, w, *rest = primals
     low = [_low(x, compute_dtype), _low(w, compute_dtype)]
-    widens = params["preferred_element_type"] != compute_dtype
 
     def with_tangent(i: int) -> Any:
         operands = [*low, *rest]
         operands[i] = tangents[i]
-        return _again(base, operands, params, compute_dtype, widens)
+        return mixed(base, operands, params, compute_dtype)
 
     parts = [with_tangent(i) for i in range(2) if type(tangents[i]) is not ad.Zero]
-    out = _again(base, [*low, *rest], params, compute_dtype, widens)
-    return out, functools.reduce(ad.add_tangents, parts)
-
-
-def _again(base: Primitive, operands: list[Any], params: dict[str, Any], compute_dtype: np.dtype, widens: bool) -> Any:
-    """Low operands and a float32 result are a mixed matmul too: of those the CPU needs to know."""
-    if widens:
-        return _MIXED[base.name].bind(*operands, compute_dtype=compute_dtype, **params)
-    return mixed(base, operands, params, compute_dtype)
+    return mixed(base, [*low, *rest], params, compute_dtype), functools.reduce(ad.add_tangents, parts)
 
 
 def _transpose(
@@ -173,8 +168,7 @@ def _with_mixed(
     for eqn in jaxpr.eqns:
         ins = [read(v) for v in eqn.invars]
         if eqn.primitive is base:
-            widens = eqn.params["preferred_element_type"] != compute_dtype
-            outs = [_again(base, ins, eqn.params, compute_dtype, widens)]
+            outs = [mixed(base, ins, eqn.params, compute_dtype)]
         else:
             out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
             outs = out if eqn.primitive.multiple_results else [out]

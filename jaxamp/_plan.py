@@ -134,14 +134,31 @@ class Planner:
 
     # -- 2. forwards: the plan
 
-    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], outs_wanted: Sequence[bool], path: Path) -> Plan:
-        """Plan `jaxpr` for operands `ins`; `outs_wanted`: which results a float32 operation consumes."""
-        key = (id(jaxpr), tuple(ins), tuple(outs_wanted), path)
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: Sequence[Value],
+        outs_wanted: Sequence[bool],
+        path: Path,
+        returned: Sequence[bool] = (),
+    ) -> Plan:
+        """Plan `jaxpr` for operands `ins`.
+
+        `outs_wanted`: which results a float32 operation consumes; `returned`: which are results of the function.
+        """
+        key = (id(jaxpr), tuple(ins), tuple(outs_wanted), path, tuple(returned))
         if key not in self._plans:
-            self._plans[key] = self._plan(jaxpr, tuple(ins), outs_wanted, path)
+            self._plans[key] = self._plan(jaxpr, tuple(ins), outs_wanted, path, returned)
         return self._plans[key]
 
-    def _plan(self, jaxpr: Jaxpr, ins: tuple[Value, ...], outs_wanted: Sequence[bool], path: Path) -> Plan:
+    def _plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: tuple[Value, ...],
+        outs_wanted: Sequence[bool],
+        path: Path,
+        returned: Sequence[bool],
+    ) -> Plan:
         verdicts, _ = self.judge.read(jaxpr, tuple(v.standing for v in ins), path)
         wants = self._wants(jaxpr, verdicts, outs_wanted, path)
         body = open_jaxpr(jaxpr)
@@ -151,10 +168,11 @@ class Planner:
         def read(atom: Any) -> Value:
             return Value(FREE, float_dtype(atom.aval)) if isinstance(atom, Literal) else env[atom]
 
-        steps = []
+        steps, only_returned = [], _only_returned(body, returned) if any(returned) else set()
         for eqn, verdict in zip(body.eqns, verdicts, strict=True):
             wanted = [wants.get(v, True) for v in eqn.outvars]
-            step = self._step(eqn, verdict, [read(v) for v in eqn.invars], wanted, path)
+            results = [v in only_returned for v in eqn.outvars]
+            step = self._step(eqn, verdict, [read(v) for v in eqn.invars], wanted, results, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         _fold_transposes(body, steps)
@@ -163,7 +181,9 @@ class Planner:
         )
         return Plan(jaxpr, path, ins, tuple(steps), tuple(read(v) for v in body.outvars), touched)
 
-    def _step(self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], path: Path) -> Step:
+    def _step(
+        self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+    ) -> Step:
         how, outs, reason = verdict.how, verdict.outs, verdict.reason
         original = tuple(float_dtype(v.aval) for v in eqn.invars)
 
@@ -204,9 +224,10 @@ class Planner:
             case How.LOW if has_mixed(eqn.primitive):
                 made = low()  # a float32 parameter is rounded inside, so that its gradient is not
                 inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
-                return made._replace(
+                made = made._replace(
                     reads=tuple(d if own else r for own, d, r in zip(inside, original, made.reads, strict=True))
                 )
+                return _widened(made, float_dtype(eqn.outvars[0].aval)) if returned[0] else made
             case How.LOW:
                 return low()
             case How.FOLLOW:
@@ -234,9 +255,11 @@ class Planner:
             case How.RULE:
                 return step([None] * len(ins), self.judge.outs_of_rule(eqn, ins, verdict.found.rule))
             case How.ENTER:
-                return self._step_into(eqn, verdict, ins, wanted, path)
+                return self._step_into(eqn, verdict, ins, wanted, returned, path)
 
-    def _step_into(self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], path: Path) -> Step:
+    def _step_into(
+        self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+    ) -> Step:
         assert verdict.entry is not None
         entry, inner = verdict.entry, path + scopes(eqn.source_info.name_stack)
         reads = [v.dtype for v in ins]
@@ -249,7 +272,8 @@ class Planner:
         for body, standings in zip(entry.bodies, verdict.bodies, strict=True):
             values = [Value(s, reads[i]) for s, i in zip(standings, body.operands, strict=True)]
             outs_wanted = [wanted[r] for r in body.results] or [True] * len(open_jaxpr(body.jaxpr).outvars)
-            plans.append(self.plan(body.jaxpr, values, outs_wanted, inner))
+            through = [returned[r] for r in body.results] if eqn.primitive.name == "jit" else ()
+            plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through))
         outs = []
         for result, (var, standing) in enumerate(zip(eqn.outvars, verdict.outs, strict=True)):
             dtypes = {
@@ -285,6 +309,30 @@ class Planner:
             entry,
             tuple(plans),
         )
+
+
+def _only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
+    """The variables that are results of the function and nothing else, as they are or moved."""
+    found = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if own and not isinstance(v, Literal)}
+    read = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if not own and not isinstance(v, Literal)}
+    found -= read
+    for eqn in reversed(jaxpr.eqns):
+        passes_on = eqn.primitive.name in MOVES and all(v in found for v in eqn.outvars)
+        for atom in eqn.invars:
+            if isinstance(atom, Literal):
+                continue
+            if passes_on and atom not in read:
+                found.add(atom)
+            elif not passes_on:
+                found.discard(atom)
+                read.add(atom)
+    return found
+
+
+def _widened(step: Step, dtype: np.dtype | None) -> Step:
+    """A low matmul whose result comes out in `dtype`: nothing is saved by rounding what is returned."""
+    params = {**(step.params or {}), "preferred_element_type": dtype}
+    return step._replace(outs=tuple(Value(o.standing, dtype) for o in step.outs), params=params)
 
 
 def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
