@@ -10,6 +10,8 @@ from ._attention import dot_product_attention as dot_product_attention
 from ._higher_order import Body as Body
 from ._higher_order import Entry as Entry
 from ._higher_order import register_higher_order as register_higher_order
+from ._kept import BytesKept as BytesKept
+from ._kept import bytes_kept as bytes_kept
 from ._policy import Policy as Policy
 from ._policy import load_policy as load_policy
 from ._policy import presets as presets
