@@ -18,7 +18,7 @@ from jax import lax
 from jax import tree_util as jtu
 
 from ._compat import EARLY_INLINE, current_name_stack, open_jaxpr, scopes, under_jit
-from ._interpreter import Interpreter
+from ._interpreter import Interpreter, Where
 from ._judge import Judge
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy, presets
@@ -170,7 +170,7 @@ def _restore(x: Any, aval: Any) -> Any:
 
 
 def _run(keep: Keep, planner: Planner, plan: Plan, arrays: Any) -> list[Any]:
-    interpreter = Interpreter(planner, keep, islands=keep == "auto")
+    interpreter = Interpreter(planner, keep, Where.OUTSIDE if keep == "auto" else Where.IN_CHECKPOINT)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(plan, arrays)

@@ -56,8 +56,8 @@ class Rewriter(Protocol):
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Any:
         """Plan a jaxpr that came up while running."""
 
-    def bare(self) -> "Rewriter":
-        """A rewriter that adds no checkpoints to a body, for one that is in a checkpoint."""
+    def in_checkpoint(self) -> "Rewriter":
+        """A rewriter for the inside of a checkpoint."""
 
     def fresh(self) -> "Rewriter":
         """A rewriter without this one's memory, for functions that outlive the trace."""
@@ -131,7 +131,7 @@ def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> lis
 
 def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     (plan,), (body,) = step.bodies, step.entry.bodies
-    jaxpr = rewriter.bare().trace(plan, [step.outs[r] for r in body.results])
+    jaxpr = rewriter.in_checkpoint().trace(plan, [step.outs[r] for r in body.results])
     if plan.touched and rewriter.keep != "all":
         run = keeping_little(jec.jaxpr_as_fun(jaxpr), plan.jaxpr, in_loop=True)
         jaxpr = jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))
@@ -140,7 +140,7 @@ def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> l
 
 def _run_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """Not `jax.checkpoint`, which would forget that an equation has been differentiated, and with it the barrier."""
-    jaxpr, consts = without_consts(rewriter.bare().trace(step.bodies[0], step.outs))
+    jaxpr, consts = without_consts(rewriter.in_checkpoint().trace(step.bodies[0], step.outs))
     changed: dict[str, Any] = {"jaxpr": jaxpr}
     if consts and isinstance(eqn.params["prevent_cse"], tuple):
         changed["prevent_cse"] = (False,) * len(consts) + eqn.params["prevent_cse"]

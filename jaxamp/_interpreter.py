@@ -4,6 +4,7 @@ The law it keeps: equations run in the order they were written, each once, under
 equation context; one cast is made per value and dtype.
 """
 
+import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,19 +101,22 @@ def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
     return first if 0 < first < len(shape) and tuple(shape[first:]) == tuple(result[first:]) else None
 
 
+class Where(enum.Enum):
+    """Where equations are run: what is kept of them for the backward pass is decided once."""
+
+    OUTSIDE = "outside of any checkpoint"
+    IN_CHECKPOINT = "in a checkpoint of ours or of the user"
+    IN_ISLAND = "in an island"
+
+
 class Interpreter:
-    """Runs plans. The rewriter that higher-order rules are given.
+    """Runs plans. The rewriter that higher-order rules are given."""
 
-    With `islands`, element-wise work in float32 between low values is computed again in the backward pass.
-    """
-
-    def __init__(self, planner: Planner, keep: Keep = "all", islands: bool = False, in_island: bool = False):
+    def __init__(self, planner: Planner, keep: Keep, where: Where, traced: dict[Any, Any] | None = None):
         self.keep = keep
         self._planner = planner
-        self._islands = islands
-        self._in_island = in_island
-        self._traced: dict[Any, tuple[Plan, Jaxpr]] = {}
-        self._traced_bare: dict[Any, tuple[Plan, Jaxpr]] = {}
+        self._where = where
+        self._traced: dict[Any, tuple[Plan, Jaxpr]] = {} if traced is None else traced
 
     def evaluate(self, plan: Plan, operands: Sequence[Any]) -> list[Any]:
         """Run `plan` on operands in the dtypes of `plan.ins`; the results are in those of `plan.outs`."""
@@ -134,7 +138,7 @@ class Interpreter:
 
     def _parts(self, plan: Plan) -> list[Island | Softmax]:
         """The parts of a plan that are not run one equation after the other."""
-        if self.keep == "all" or self._in_island:
+        if self.keep == "all" or self._where is Where.IN_ISLAND:
             return []
         softmaxes = find_softmaxes(plan, self._planner.compute_dtype)
         taken = {i for found in softmaxes for i in found.steps}
@@ -161,14 +165,15 @@ class Interpreter:
                     env.write(var, cast(x, value.dtype), value)
 
     def _run_island(self, plan: Plan, island: Island, env: _Env) -> None:
-        interpreter = Interpreter(self._planner, self.keep, in_island=True)
+        interpreter = Interpreter(self._planner, self.keep, Where.IN_ISLAND, self._traced)
 
         def run(operands: list[Any]) -> list[Any]:
             inside = env.with_values(island.ins, operands)
             interpreter._run_all(plan, island.steps, inside)
             return [inside.read(v, dtype) for v, dtype in zip(island.outs, island.dtypes, strict=True)]
 
-        outs = (jax.checkpoint(run) if self._islands else run)([env.read(v) for v in island.ins])
+        again = jax.checkpoint(run) if self._where is Where.OUTSIDE else run
+        outs = again([env.read(v) for v in island.ins])
         values = {v: value for i in island.steps for v, value in plan.values_of(i)}
         for var, x in zip(island.outs, outs, strict=True):
             env.write(var, x, values[var])
@@ -205,7 +210,8 @@ class Interpreter:
         x, low = env.read(atom), self._planner.compute_dtype
         first = _first_kept_axis(x.shape, shape)
         table = first is not None and first < x.ndim - 1
-        rounded = x.dtype == np.float32 and (dtype == low or (self._in_island and _is_added_to(low, env, eqn, atom)))
+        in_island = self._where is Where.IN_ISLAND
+        rounded = x.dtype == np.float32 and (dtype == low or (in_island and _is_added_to(low, env, eqn, atom)))
         if x.dtype == dtype and not (table or rounded):
             return x
         x = lax.broadcast_in_dim(x, shape, range(x.ndim))
@@ -219,7 +225,7 @@ class Interpreter:
             float_dtype(v.aval) for v in open_jaxpr(plan.jaxpr).outvars
         ]:
             return plan.jaxpr
-        key = (id(plan), tuple(outs))
+        key = (id(plan), tuple(outs), self._where)
         if key not in self._traced:
             avals = [
                 v.aval
@@ -240,12 +246,10 @@ class Interpreter:
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh(), self.keep)
+        return Interpreter(self._planner.fresh(), self.keep, Where.IN_CHECKPOINT)
 
-    def bare(self) -> "Interpreter":
-        """An interpreter that makes no islands, for the inside of a checkpoint."""
-        if not self._islands:
+    def in_checkpoint(self) -> "Interpreter":
+        """An interpreter for the inside of a checkpoint."""
+        if self._where is not Where.OUTSIDE:
             return self
-        made = Interpreter(self._planner, self.keep)
-        made._traced = self._traced_bare
-        return made
+        return Interpreter(self._planner, self.keep, Where.IN_CHECKPOINT, self._traced)
