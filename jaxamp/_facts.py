@@ -78,6 +78,7 @@ ELEMENTWISE = BENDS | frozenset(
     """.split()
 )
 
+COMPARES = frozenset("and eq ge gt is_finite le lt ne not or xor".split())
 REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 
 # One pass over operands that are read anyway: sooner computed again than kept for the backward pass.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._compat import Literal, Var, open_jaxpr
-from ._facts import BENDS, ELEMENTWISE, REDUCES
+from ._facts import BENDS, COMPARES, ELEMENTWISE, REDUCES
 from ._judge import How
 from ._plan import Plan, Step
 from ._standing import Value, float_dtype
@@ -48,14 +48,17 @@ def _runs(plan: Plan, taken: Collection[int]) -> Iterator[range]:
         yield range(start, len(plan.steps))
 
 
-def _is_cheap(eqn: Any, step: Step) -> bool:
+def _is_cheap(eqn: Any, step: Step, allowed: frozenset[str] = ELEMENTWISE | COMPARES | REDUCES) -> bool:
     if eqn.effects or step.how is How.RULE:
         return False
     if step.how is not How.ENTER:
-        return eqn.primitive.name in ELEMENTWISE | REDUCES
-    return eqn.primitive.name == "jit" and all(
-        map(_is_cheap, open_jaxpr(step.bodies[0].jaxpr).eqns, step.bodies[0].steps)
-    )
+        return eqn.primitive.name in allowed
+    if eqn.primitive.name == "custom_jvp_call":
+        allowed -= REDUCES  # a softmax of the user's knows better what it needs
+    elif eqn.primitive.name != "jit":
+        return False
+    body = step.bodies[0]
+    return all(_is_cheap(e, s, allowed) for e, s in zip(open_jaxpr(body.jaxpr).eqns, body.steps, strict=True))
 
 
 def _island(plan: Plan, steps: range) -> Island:
