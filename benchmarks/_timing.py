@@ -97,6 +97,20 @@ def race(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Ti
     return {name: failed[name] if name in failed else Times(taken[name][1:]) for name in sides}
 
 
+def figures(raced: Mapping[str, Times | Failure], against: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """A race as rows: ms, spread, and under each key of `against` how many times as fast as that side; or why not."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, times in raced.items():
+        if isinstance(times, Failure):
+            rows[name] = {"note": times.why}
+            continue
+        rows[name] = {"ms": 1e3 * times.median, "spread": times.spread}
+        for key, side in against.items():
+            other = raced.get(side)
+            rows[name][key] = other.over(times) if isinstance(other, Times) else None
+    return rows
+
+
 class Row(NamedTuple):
     """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost."""
 

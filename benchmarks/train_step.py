@@ -21,7 +21,7 @@ from . import _torch_sides
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish
 from ._sides import SIDES, Case, Training, compile_step
-from ._timing import Failure, Times, attempt, race
+from ._timing import Failure, Times, attempt, figures, race
 
 TOLERANCE = 0.1
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
@@ -97,9 +97,9 @@ def torch_row(got: dict[str, Any]) -> dict[str, Any]:
     return {"gib": gib, "compile_s": got["first_s"], "seconds": got["seconds"], "losses": got["losses"]}
 
 
-def judge(row: dict[str, Any], reference: Sequence[float]) -> str | None:
+def judge(loss: float, reference: Sequence[float]) -> str | None:
     """What is wrong with a side's loss, if anything is: the fall of float32's loss is the measure."""
-    gap = abs(row["loss"] - reference[-1]) / max(abs(reference[0] - reference[-1]), 1e-6)
+    gap = abs(loss - reference[-1]) / max(abs(reference[0] - reference[-1]), 1e-6)
     return None if gap <= TOLERANCE else f"WRONG: loss off by {gap:.0%} of what float32's fell"
 
 
@@ -107,14 +107,12 @@ def finish(rows: dict[str, dict[str, Any]]) -> None:
     """Fill in what is read off two rows: ratios, and whether the losses agree."""
     timed = {name: Times(row["seconds"]) for name, row in rows.items() if "seconds" in row}
     reference = rows.get("float32", {}).get("losses")
-    for name, times in timed.items():
-        row = rows[name]
-        last = len(reference or row["losses"]) - 1  # PyTorch has made some steps more, to warm up
-        row |= {"ms": 1e3 * times.median, "spread": times.spread, "loss": row["losses"][last]}
-        for key, other in (("vs_float32", "float32"), ("vs_mpx", "mpx")):
-            row[key] = timed[other].over(times) if other in timed else None
+    for name, found in figures(timed, {"vs_float32": "float32", "vs_mpx": "mpx"}).items():
+        losses = rows[name]["losses"]
+        last = len(reference or losses) - 1  # PyTorch has made some steps more, to warm up
+        rows[name] |= {**found, "loss": losses[last]}
         if reference:
-            row["note"] = judge(row, reference)
+            rows[name]["note"] = judge(losses[last], reference)
 
 
 def main() -> None:
