@@ -24,6 +24,10 @@ def number(digits: int, unit: str = "") -> Callable[[float], str]:
     return lambda x: f"{x:.{digits}f}{unit}"
 
 
+def significant(x: float) -> str:
+    return f"{x:.4g}"
+
+
 def percent(x: float) -> str:
     return f"{100 * x:.1f} %"
 

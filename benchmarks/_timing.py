@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._report import header
+from ._report import Column, number, percent, significant
 
 
 class Times(NamedTuple):
@@ -21,8 +21,10 @@ class Times(NamedTuple):
         return statistics.median(self.seconds)
 
     @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+    def spread(self) -> float | None:
+        """Half the distance between the quartiles, as a share of the median. One repeat has none."""
+        if len(self.seconds) < 2:
+            return None
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median
 
@@ -31,9 +33,6 @@ class Times(NamedTuple):
         if len(self.seconds) != len(other.seconds):
             return self.median / other.median
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
-
-    def __str__(self) -> str:
-        return f"{1e3 * self.median:.4g} ms ± {self.spread:.0%}"
 
 
 class Unavailable(Exception):
@@ -112,21 +111,33 @@ def figures(raced: Mapping[str, Times | Failure], against: Mapping[str, str]) ->
 
 
 class Row(NamedTuple):
-    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost."""
+    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost, if any."""
 
     name: str
     plain: Times
     ours: Times
-    target: float
+    target: float | None
 
     @property
     def ratio(self) -> float:
         return self.ours.over(self.plain)
 
+    def as_dict(self) -> dict[str, Any]:
+        row = {"what": self.name, "ratio": self.ratio, "target": self.target}
+        for side, times in (("plain", self.plain), ("ours", self.ours)):
+            row |= {f"{side}_ms": 1e3 * times.median, f"{side}_spread": times.spread}
+        if self.target is not None:
+            row["verdict"] = "met" if self.ratio <= self.target else "missed"
+        return row
 
-def print_table(rows: Sequence[Row]) -> None:
-    print(header(), f"{len(rows[0].ours.seconds)} repeats", sep="\n")
-    print(f"{'':44}{'plain':>20}{'ours':>20}{'ratio':>8}{'target':>9}")
-    for row in rows:
-        verdict = "met" if row.ratio <= row.target else "missed"
-        print(f"{row.name:44}{row.plain!s:>20}{row.ours!s:>20}{row.ratio:>8.2f}{f'<= {row.target:g}':>9}  {verdict}")
+
+COMPARISON = (
+    Column("", "what"),
+    Column("plain ms", "plain_ms", significant),
+    Column("spread", "plain_spread", percent),
+    Column("ours ms", "ours_ms", significant),
+    Column("spread", "ours_spread", percent),
+    Column("ratio", "ratio", number(2)),
+    Column("target", "target", lambda x: f"<= {x:g}"),
+    Column("verdict", "verdict"),
+)

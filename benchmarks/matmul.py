@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxamp
 
-from ._report import Column, number, parser, percent, publish
+from ._report import Column, number, parser, percent, publish, significant
 from ._timing import Failure, attempt, figures, race, seconds
 
 LOW = jnp.bfloat16
@@ -27,7 +27,7 @@ COLUMNS = (
     Column("x", "x"),
     Column("w", "w"),
     Column("side", "side"),
-    Column("ms", "ms", lambda x: f"{x:.3g}"),
+    Column("ms", "ms", significant),
     Column("spread", "spread", percent),
     Column("ratio to float32", "vs_float32", number(2, "x")),
     Column("error of dw", "error", lambda x: f"{x:.1e}"),

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, publish
+from ._report import Column, number, parser, publish, significant
 from ._sides import SIDES, Case, Compiled, compile_step
 from ._timing import Failure, Unavailable, attempt
 
@@ -25,7 +25,7 @@ COLUMNS = (
     Column("network", "network"),
     Column("layers", "layers"),
     Column("side", "title"),
-    Column("temporary GiB", "gib", lambda x: f"{x:.3g}"),
+    Column("temporary GiB", "gib", significant),
     Column("ratio to float32", "vs_float32", number(2)),
     Column("largest batch", "largest"),
     Column("ratio to float32's", "largest_vs_float32", number(2, "x")),
@@ -105,14 +105,13 @@ def main() -> None:
     options = arguments()
     sizes = SMALL if options.small else SIZES[options.network]
     limit = limit_of(options)
+    case, probes = Case(options.network, sizes, options.layers == "scan"), 2 if options.small else 6
     rows: dict[str, dict[str, Any]] = {}
     for name in options.sides.split(","):
         if SIDES[name].make is None:
             rows[name] = {"note": "says nothing without running"}
             continue
-        got = attempt(
-            ask, name, Case(options.network, sizes, options.layers == "scan"), limit, 2 if options.small else 6
-        )
+        got = attempt(ask, name, case, limit, probes)
         rows[name] = {"note": got.why} if isinstance(got, Failure) else got
     compare(rows)
     about = {"network": options.network, "layers": options.layers, "sizes": sizes._asdict()}

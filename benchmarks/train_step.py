@@ -19,7 +19,7 @@ from typing import Any
 
 from . import _torch_sides
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, percent, publish
+from ._report import Column, number, parser, percent, publish, significant
 from ._sides import SIDES, Case, Training, compile_step
 from ._timing import Failure, Times, attempt, figures, race
 
@@ -45,7 +45,7 @@ COLUMNS = (
     Column("spread", "spread", percent),
     Column("ratio to float32", "vs_float32", number(2, "x")),
     Column("ratio to MPX", "vs_mpx", number(2, "x")),
-    Column("temporary GiB", "gib", lambda x: f"{x:.3g}"),
+    Column("temporary GiB", "gib", significant),
     Column("compile s", "compile_s", number(1)),
     Column("loss", "loss", number(4)),
     Column("note", "note"),
