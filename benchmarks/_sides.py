@@ -27,7 +27,7 @@ import optax
 import jaxamp
 
 from ._networks import Attend, Sizes, loss_fn, make, plain_attention
-from ._timing import Unavailable, seconds
+from ._timing import Unavailable
 
 OPTIMIZER = optax.adamw(1e-4)
 LOW = jnp.bfloat16
@@ -231,57 +231,3 @@ SIDES = {
     "torch-compile": Side("torch.compile", None),
     "torch-compile-sdpa": Side("torch.compile, its attention", None),
 }
-
-
-# -- compiling and running one
-
-
-class Compiled(NamedTuple):
-    """A step ready to run, and what it took to get there."""
-
-    step: Step
-    call: Any
-    lower_s: float  # tracing included
-    compile_s: float
-
-    @property
-    def temporary(self) -> int:
-        return self.call.memory_analysis().temp_size_in_bytes
-
-    @property
-    def needed(self) -> int:
-        """Bytes that are alive while it runs: the arguments, the results that are not arguments again, temporaries."""
-        found = self.call.memory_analysis()
-        arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
-        return arguments + results + found.temp_size_in_bytes
-
-
-def compile_step(name: str, case: Case) -> Compiled:
-    """Compile a side for shapes alone: nothing is allocated."""
-    made = SIDES[name].make
-    if made is None:
-        raise Unavailable("not a side of JAX")
-    step = made(case)
-    lowered: list[Any] = []
-    shapes = jax.eval_shape(step.init)
-    lower_s = seconds(lambda: lowered.append(jax.jit(step.run, donate_argnums=0).lower(*shapes)))
-    compiled: list[Any] = []
-    compile_s = seconds(lambda: compiled.append(lowered[0].compile()))
-    return Compiled(step, compiled[0], lower_s, compile_s)
-
-
-class Training:
-    """A step that goes on from its own state; a call runs `calls` steps and returns the seconds of one."""
-
-    def __init__(self, compiled: Compiled, calls: int):
-        self.compiled, self.calls = compiled, calls
-        self.state, *self.batch = compiled.step.init()
-        self.losses: list[Any] = []
-
-    def once(self) -> Any:
-        self.state, loss = self.compiled.call(self.state, *self.batch)
-        self.losses.append(loss)
-        return loss, self.state
-
-    def __call__(self) -> float:
-        return seconds(self.once, self.calls)

@@ -185,12 +185,16 @@ def main() -> None:
 # -- outside of it
 
 
-def ask(sides: Sequence[str], asked: Asked, limit_s: float = 300) -> dict[str, Any]:
+def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, Any]:
     """Run the process. To be called before JAX takes the device's memory."""
     if not sides:
         return {}
     got = attempt(_run, sides, asked, limit_s)
-    return {side: {"why": got.why} for side in sides} if isinstance(got, Failure) else got
+    if not isinstance(got, Failure):
+        return got
+    if len(sides) == 1:
+        return {sides[0]: {"why": got.why}}
+    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}  # one took all with it
 
 
 def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:
@@ -201,7 +205,8 @@ def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:
     question = json.dumps(dataclasses.asdict(asked))
     run = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=limit_s)
     if run.returncode:
-        raise Unavailable((run.stderr.strip().splitlines() or ["the process of PyTorch died"])[-1][:100])
+        last = run.stderr.strip().splitlines()[-1:]
+        raise Unavailable(last[0][:100] if last else f"PyTorch died with exit code {run.returncode}")
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
+from ._contest import Compiled, compile_step
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, publish, significant
-from ._sides import SIDES, Case, Compiled, compile_step
+from ._sides import SIDES, Case
 from ._timing import Failure, Unavailable, attempt
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=16, classes=50)

@@ -12,18 +12,16 @@ parameters on the same batch. A side whose loss, after the same number of steps,
 """
 
 import argparse
-import gc
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from . import _torch_sides
+from ._contest import conclude, contest
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish, significant
-from ._sides import SIDES, Case, Training, compile_step
-from ._timing import Failure, Times, attempt, figures, race
+from ._sides import SIDES, Case
 
-TOLERANCE = 0.1
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
 SMALL_SIDES = "float32", "ours", "upstream", "hand-cudnn", "torch"
 CORE = "float32", "ours", "ours-attention", "mpx", "hand-cudnn"
@@ -66,53 +64,11 @@ def sides_of(network: str, layers: str, options: argparse.Namespace) -> Sequence
     return SMALL_SIDES if options.small else USUAL[network, layers]
 
 
-def train(name: str, case: Case, calls: int) -> tuple[Training, dict[str, Any]]:
-    """A side ready to run, and what compiling it has told."""
-    compiled = compile_step(name, case)
-    row = {"gib": compiled.temporary / 2**30, "compile_s": compiled.compile_s, "lower_s": compiled.lower_s}
-    return Training(compiled, calls), row
-
-
-def jax_sides(names: Sequence[str], case: Case, repeats: int, calls: int) -> dict[str, dict[str, Any]]:
-    """Rows of the sides of JAX: times and losses, or why there are none."""
-    rows, running = {}, {}
-    for name in names:
-        made = attempt(train, name, case, calls)
-        if isinstance(made, Failure):
-            rows[name] = {"note": made.why}
-        else:
-            running[name], rows[name] = made
-    for name, times in race(running, repeats).items():
-        if isinstance(times, Failure):
-            rows[name]["note"] = times.why
-        else:
-            rows[name] |= {"seconds": times.seconds, "losses": [float(loss) for loss in running[name].losses]}
-    return rows
-
-
 def torch_row(got: dict[str, Any]) -> dict[str, Any]:
     if "why" in got:
         return {"note": got["why"]}
     gib = None if got["peak"] is None else got["peak"] / 2**30
     return {"gib": gib, "compile_s": got["first_s"], "seconds": got["seconds"], "losses": got["losses"]}
-
-
-def judge(loss: float, reference: Sequence[float]) -> str | None:
-    """What is wrong with a side's loss, if anything is: the fall of float32's loss is the measure."""
-    gap = abs(loss - reference[-1]) / max(abs(reference[0] - reference[-1]), 1e-6)
-    return None if gap <= TOLERANCE else f"WRONG: loss off by {gap:.0%} of what float32's fell"
-
-
-def finish(rows: dict[str, dict[str, Any]]) -> None:
-    """Fill in what is read off two rows: ratios, and whether the losses agree."""
-    timed = {name: Times(row["seconds"]) for name, row in rows.items() if "seconds" in row}
-    reference = rows.get("float32", {}).get("losses")
-    for name, found in figures(timed, {"vs_float32": "float32", "vs_mpx": "mpx"}).items():
-        losses = rows[name]["losses"]
-        last = len(reference or losses) - 1  # PyTorch has made some steps more, to warm up
-        rows[name] |= {**found, "loss": losses[last]}
-        if reference:
-            rows[name]["note"] = judge(losses[last], reference)
 
 
 def main() -> None:
@@ -130,12 +86,11 @@ def main() -> None:
     table = []
     for network, how in cases:
         names = [name for name in sides_of(network, how, options) if SIDES[name].make is not None]
-        rows = jax_sides(names, Case(network, sizes[network], how == "scan"), repeats, calls)
+        rows = contest(names, Case(network, sizes[network], how == "scan"), repeats, calls)
         rows |= {name: torch_row(got) for name, got in torch[network, how].items()}
-        finish(rows)
+        conclude(rows)
         about = {"network": network, "layers": how, "sizes": sizes[network]._asdict()}
         table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
-        gc.collect()  # the parameters of this case, before those of the next are made
     publish("train_step", COLUMNS, table, [*NOTES, f"{repeats} repeats of {calls} steps."], options.json)
 
 
