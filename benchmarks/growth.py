@@ -45,7 +45,8 @@ def points(small: bool) -> Iterator[tuple[str, Sizes]]:
 
 def main() -> None:
     options = arguments()
-    names, repeats = options.sides.split(","), 3 if options.small else 8
+    names = (options.sides or ",".join(USUAL[:2] if options.small else USUAL)).split(",")
+    repeats = 3 if options.small else 8
     table = []
     for growing, sizes in points(options.small):
         rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls=2)
@@ -62,9 +63,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    asked = parser(__doc__, "one thin layer")
+    asked = parser(__doc__, "one thin layer and two sides")
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
-    asked.add_argument("--sides", default=",".join(USUAL), help=f"some of {','.join(SIDES)}")
+    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; {','.join(USUAL)} unless given")
     asked.add_argument("--picture", type=Path, metavar="PATH", help="a PNG of the curves")
     return asked.parse_args()
 

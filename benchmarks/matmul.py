@@ -26,7 +26,7 @@ FLOAT64_UP_TO = 2**27  # multiplications: what numpy does in a moment
 COLUMNS = (
     Column("x", "x"),
     Column("w", "w"),
-    Column("side", "side"),
+    Column("side", "title"),
     Column("ms", "ms", significant),
     Column("spread", "spread", percent),
     Column("ratio to float32", "vs_float32", number(2, "x")),
@@ -116,7 +116,7 @@ def measure(shape: Shape, repeats: int, calls: int) -> list[dict[str, Any]]:
     for name, row in figures(race(sides, repeats), {"vs_float32": "float32"}).items():
         rows[name] |= row
     about = {"x": f"{shape.rows} x {shape.width}", "w": f"{shape.width} x {shape.out}"}
-    return [{**about, "side": name, **row} for name, row in rows.items()]
+    return [{**about, "side": name, "title": name, **row} for name, row in rows.items()]
 
 
 def main() -> None:

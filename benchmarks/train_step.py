@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _torch_sides
-from ._contest import conclude, contest
+from ._contest import TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish, significant
 from ._sides import SIDES, Case
@@ -52,6 +52,7 @@ NOTES = (
     "Ratios: how many times as fast, the median over the repeats, each of two neighbours in time.",
     "Temporary GiB: what XLA allocates beside arguments and results; of PyTorch, the peak, parameters included.",
     "Compile s: XLA alone, the autotuning of kernels that no earlier side needed included; of PyTorch, the first call.",
+    f"Loss: after the same number of steps; flagged if away from float32's by over {TOLERANCE:.0%} of what that fell.",
     "PyTorch runs in a process of its own, before the others: its repeats are not interleaved with theirs.",
 )
 
