@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ._report import progress
 from ._sides import SIDES, Case, Step
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 
@@ -36,7 +37,7 @@ def compile_step(name: str, case: Case) -> Compiled:
     """Compile a side for shapes alone: nothing is allocated."""
     made = SIDES[name].make
     if made is None:
-        raise Unavailable("not a side of JAX")
+        raise Unavailable("not in this benchmark")
     step = made(case)
     lowered: list[Any] = []
     shapes = jax.eval_shape(step.init)
@@ -80,14 +81,22 @@ def contest(names: Sequence[str], case: Case, repeats: int, calls: int) -> dict[
             rows[name] = {"note": made.why}
         else:
             running[name], rows[name] = made
+        progress(f"{case.network}, {'scan' if case.stacked else 'unrolled'}, {name}: {_said(rows[name])}")
+    gc.collect()
+    gc.freeze()  # so that collecting before each repeat takes no time
     for name, times in race(running, repeats).items():
         if isinstance(times, Failure):
             rows[name]["note"] = times.why
         else:
             rows[name] |= {"seconds": times.seconds, "losses": [float(loss) for loss in running[name].losses]}
     running.clear()
+    gc.unfreeze()
     gc.collect()  # their parameters, before those of the next case are made
     return rows
+
+
+def _said(row: dict[str, Any]) -> str:
+    return row.get("note") or f"compiled in {row['compile_s']:.1f} s"
 
 
 def judge(loss: float, reference: Sequence[float]) -> str | None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -78,12 +79,22 @@ def parser(doc: str, small: str) -> argparse.ArgumentParser:
     return made
 
 
+def save(question: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], path: Path | None) -> None:
+    """Write the rows, if there is a path. A long run does it after each part, so that little is lost with it."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"question": question, "device": device(), "versions": versions(), "notes": notes, "rows": rows}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def publish(
     question: str, columns: Sequence[Column], rows: Sequence[dict[str, Any]], notes: Sequence[str], path: Path | None
 ) -> None:
     """Print the table, and write it if there is a path."""
     print(header(), text(columns, rows), *notes, sep="\n")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"question": question, "device": device(), "versions": versions(), "notes": notes, "rows": rows}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(question, rows, notes, path)
+
+
+def progress(line: str) -> None:
+    """Say where a long run is, apart from its results."""
+    print(line, file=sys.stderr, flush=True)

@@ -72,8 +72,8 @@ def float32(case: Case) -> Step:
     return adamw(case, loss_fn)
 
 
-def ours(case: Case, preset: str = "default") -> Step:
-    return adamw(case, jaxamp.amp(loss_fn, compute_dtype=LOW, amp_policy=preset))
+def ours(case: Case, attend: Attend = plain_attention, **options: Any) -> Step:
+    return adamw(case, jaxamp.amp(loss_fn, compute_dtype=LOW, **options), attend)
 
 
 def ours_float16(case: Case) -> Step:
@@ -92,10 +92,6 @@ def ours_float16(case: Case) -> Step:
 
 def our_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
     return jaxamp.dot_product_attention(q, k, v, is_causal=causal)
-
-
-def ours_attention(case: Case) -> Step:
-    return adamw(case, jaxamp.amp(loss_fn, compute_dtype=LOW), our_attention)
 
 
 # -- by hand
@@ -207,18 +203,20 @@ class Side(NamedTuple):
     make: Callable[[Case], Step] | None
 
 
-def _preset(name: str) -> Side:
-    return Side(f"ours, {name}", functools.partial(ours, preset=name))
+def _ours(title: str, attend: Attend = plain_attention, **options: Any) -> Side:
+    return Side(f"ours, {title}" if title else "ours", functools.partial(ours, attend=attend, **options))
 
 
 SIDES = {
     "float32": Side("float32", float32),
-    "ours": Side("ours", ours),
-    "ours-conservative": _preset("conservative"),
-    "ours-fast": _preset("fast"),
-    "ours-torch": _preset("torch"),
+    "ours": _ours(""),
+    "ours-conservative": _ours("conservative", amp_policy="conservative"),
+    "ours-fast": _ours("fast", amp_policy="fast"),
+    "ours-torch": _ours("torch", amp_policy="torch"),
     "ours-float16": Side("ours, float16 and scaler", ours_float16),
-    "ours-attention": Side("ours, our attention", ours_attention),
+    "ours-keep": _ours("keep='matmuls'", keep="matmuls"),
+    "ours-attention": _ours("our attention", our_attention),
+    "ours-attention-keep": _ours("our attention, keep='matmuls'", our_attention, keep="matmuls"),
     "mpx": Side("MPX 0.1.8", mpx),
     "jmp": Side("JMP 0.0.4", jmp),
     "upstream": Side("jaxamp 0.0.4", upstream),
@@ -229,3 +227,11 @@ SIDES = {
     "torch-compile": Side("torch.compile", None),
     "torch-compile-sdpa": Side("torch.compile, its attention", None),
 }
+
+
+def choose(asked: str) -> list[str]:
+    """The sides named in an option, with commas between them."""
+    names = asked.split(",")
+    if unknown := [name for name in names if name not in SIDES]:
+        raise SystemExit(f"There is no side {', '.join(unknown)}. Choose from {', '.join(SIDES)}.")
+    return names

@@ -76,7 +76,7 @@ def main() -> None:
     asked = parser(__doc__, "the loss of one thin layer, few repeats")
     asked.add_argument("--compiles", type=int, default=1, help="how often each is compiled; traced more often")
     options = asked.parse_args()
-    sizes, repeats, calls = (SMALL, 2, 10) if options.small else (SIZES["vit"], 5, 200)
+    sizes, repeats, calls = (SMALL, 2, 10) if options.small else (SIZES["vit"], 4, 200)
     rows = [eager(calls, repeats).as_dict()]
     for stacked in (False, True):
         for what in ["loss"] if options.small else OUTER:

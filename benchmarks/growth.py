@@ -9,12 +9,13 @@ layers, with 8192 tokens in a batch whatever their length. Sides: float32, ours,
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ._contest import conclude, contest
 from ._networks import Sizes
 from ._pictures import save_growth
-from ._report import Column, number, parser, percent, publish, significant
-from ._sides import SIDES, Case
+from ._report import Column, number, parser, percent, publish, save, significant
+from ._sides import SIDES, Case, choose
 
 USUAL = "float32", "ours", "ours-attention"
 DEPTHS, LENGTHS, TOKENS = (6, 12, 24, 48), (128, 512, 2048, 4096), 8192
@@ -45,18 +46,19 @@ def points(small: bool) -> Iterator[tuple[str, Sizes]]:
 
 def main() -> None:
     options = arguments()
-    names = (options.sides or ",".join(USUAL[:2] if options.small else USUAL)).split(",")
+    names = choose(options.sides or ",".join(USUAL[:2] if options.small else USUAL))
     repeats = 3 if options.small else 8
-    table = []
+    notes = [
+        f"Layers: {options.layers}. {repeats} repeats of 2 steps. Ratio: how many times as fast as float32.",
+        "Temporary GiB: what XLA allocates beside arguments and results.",
+    ]
+    table: list[dict[str, Any]] = []
     for growing, sizes in points(options.small):
         rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls=2)
         conclude(rows)
         about = {"growing": growing, "depth": sizes.layers, "tokens": sizes.tokens, "batch": sizes.batch}
         table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
-    notes = [
-        f"Layers: {options.layers}. {repeats} repeats of 2 steps. Ratio: how many times as fast as float32.",
-        "Temporary GiB: what XLA allocates beside arguments and results.",
-    ]
+        save("growth", table, notes, options.json)
     publish("growth", COLUMNS, table, notes, options.json)
     if options.picture:
         print(save_growth(table, options.picture))

@@ -10,18 +10,19 @@ JAX may allocate there. On a device that knows no limit, give one with `--limit-
 import argparse
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
 from ._contest import Compiled, compile_step
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, publish, significant
-from ._sides import SIDES, Case
+from ._report import Column, number, parser, progress, publish, significant
+from ._sides import SIDES, Case, choose
 from ._timing import Failure, Unavailable, attempt
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=16, classes=50)
-USUAL = "float32", "ours", "ours-attention", "mpx", "hand-cudnn"
+USUAL = "float32", "ours", "ours-attention", "ours-attention-keep", "mpx", "hand-cudnn"
 COLUMNS = (
     Column("network", "network"),
     Column("layers", "layers"),
@@ -92,6 +93,13 @@ def ask(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
     return {"gib": gib, "largest": found, "compiled": len(seen)}
 
 
+def row_of(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
+    got = attempt(ask, name, case, limit, probes)
+    row = {"note": got.why} if isinstance(got, Failure) else got
+    progress(f"{name}: {row}")
+    return row
+
+
 def compare(rows: dict[str, dict[str, Any]]) -> None:
     """Fill in the ratios to float32."""
     plain = rows.get("float32", {})
@@ -107,13 +115,9 @@ def main() -> None:
     sizes = SMALL if options.small else SIZES[options.network]
     limit = limit_of(options)
     case, probes = Case(options.network, sizes, options.layers == "scan"), 2 if options.small else 6
-    rows: dict[str, dict[str, Any]] = {}
-    for name in options.sides.split(","):
-        if SIDES[name].make is None:
-            rows[name] = {"note": "says nothing without running"}
-            continue
-        got = attempt(ask, name, case, limit, probes)
-        rows[name] = {"note": got.why} if isinstance(got, Failure) else got
+    names = choose(options.sides)
+    with ThreadPoolExecutor(max(os.cpu_count() // 3, 1)) as pool:  # nothing is timed, and compiling is most of the work
+        rows = dict(zip(names, pool.map(lambda name: row_of(name, case, limit, probes), names), strict=True))
     compare(rows)
     about = {"network": options.network, "layers": options.layers, "sizes": sizes._asdict()}
     table = [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
