@@ -197,7 +197,7 @@ def upstream_module(mend: bool) -> ModuleType:
 
 
 class Side(NamedTuple):
-    """A way to run the step; `make` is none for those that `_torch_sides` runs."""
+    """A way to run the step; `make` is none for those that `_torch.py` asks for."""
 
     title: str
     make: Callable[[Case], Step] | None

@@ -16,7 +16,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import _torch_sides
+from . import _torch
 from ._contest import TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish, save, significant
@@ -85,7 +85,7 @@ def main() -> None:
     torch = {}  # first: JAX keeps the device's memory once it has it
     for network, how in cases:
         names = [name for name in sides_of(network, how, options) if SIDES[name].make is None]
-        torch[network, how] = _torch_sides.ask(names, _torch_sides.Asked(network, sizes[network], repeats, calls))
+        torch[network, how] = _torch.ask(names, _torch.Asked(network, sizes[network], repeats, calls))
 
     table: list[dict[str, Any]] = []
     notes = [*NOTES, f"{repeats} repeats of {calls} steps."]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _torch_sides, memory, results, train_step
+from benchmarks import _torch, memory, results, train_step
 from benchmarks._contest import conclude
 from benchmarks._report import Column, markdown, number, text
 from benchmarks._sides import SIDES, choose
@@ -129,7 +129,7 @@ def test_a_failed_side_keeps_its_note():
 def test_the_usual_sides_are_known():
     assert {name for names in train_step.USUAL.values() for name in names} <= set(SIDES)
     assert {*train_step.SMALL_SIDES, *memory.USUAL} <= set(SIDES)
-    assert [name for name, side in SIDES.items() if side.make is None] == list(_torch_sides.SIDES)
+    assert [name for name, side in SIDES.items() if side.make is None] == list(_torch.SIDES)
 
 
 def test_a_misspelt_side_is_named():

@@ -1,57 +1,36 @@
-"""The same networks, parameters, batch and AdamW in PyTorch, in a process of their own.
+"""The same networks, parameters, batch and AdamW in PyTorch: the process that `_torch.py` asks.
 
-    python -m benchmarks._torch_sides --sides torch,torch-compile < case.json
+    python -m benchmarks._torch_process --sides torch,torch-compile < case.json
 
-A process of its own, because JAX and PyTorch each keep the memory of the device to themselves. JAX makes the parameters
-there, on the CPU. What comes back, for each side: seconds of the repeats, the first call's, peak bytes, and the losses.
+JAX makes the parameters, on the CPU. What comes back, for each side: seconds of the repeats and of the first call, peak
+bytes, and the losses.
 """
 
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from ._networks import Sizes, make
-from ._timing import Failure, Unavailable, attempt, race, seconds
-
-SIDES = "torch", "torch-compile", "torch-compile-sdpa"
-
-
-@dataclasses.dataclass
-class Asked:
-    """What the process is asked for."""
-
-    network: str
-    sizes: Sequence[int]
-    repeats: int
-    calls: int
-
-
-# -- in the process
+from ._timing import Failure, attempt, race, seconds
+from ._torch import SIDES, Asked
 
 
 def linear(layer: Any, x: Any) -> Any:
-    from torch.nn.functional import linear
-
-    return linear(x, layer["weight"], layer["bias"])
+    return F.linear(x, layer["weight"], layer["bias"])
 
 
 def norm(layer: Any, x: Any) -> Any:
-    from torch.nn.functional import layer_norm
-
-    return layer_norm(x, x.shape[-1:], layer["weight"], layer["bias"])
+    return F.layer_norm(x, x.shape[-1:], layer["weight"], layer["bias"])
 
 
 def plain_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    import torch
-
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -60,19 +39,15 @@ def plain_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def fused_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    from torch.nn.functional import scaled_dot_product_attention
-
-    return scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def block(p: Any, x: Any, heads: int, causal: bool, attend: Callable[..., Any]) -> Any:
-    from torch.nn.functional import gelu
-
     batch, tokens, width = x.shape
     qkv = linear(p["qkv"], norm(p["norms"][0], x)).view(batch, tokens, 3, heads, -1)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     x = x + linear(p["out"], attend(q, k, v, causal).transpose(1, 2).reshape(batch, tokens, width))
-    return x + linear(p["down"], gelu(linear(p["up"], norm(p["norms"][1], x)), approximate="tanh"))
+    return x + linear(p["down"], F.gelu(linear(p["up"], norm(p["norms"][1], x)), approximate="tanh"))
 
 
 def network(kind: str, p: Any, x: Any, heads: int, attend: Callable[..., Any]) -> Any:
@@ -86,8 +61,6 @@ def network(kind: str, p: Any, x: Any, heads: int, attend: Callable[..., Any]) -
 
 def parameters(module: Any, device: str) -> Any:
     """An Equinox module's arrays, as nested dicts and lists of parameters."""
-    import torch
-
     if isinstance(module, list | tuple):
         return [parameters(one, device) for one in module]
     if dataclasses.is_dataclass(module):
@@ -106,9 +79,7 @@ class Training:
     """A training step that keeps its parameters; a call runs `calls` steps and returns the seconds of one."""
 
     def __init__(self, side: str, asked: Asked, model: Any, batch: Any, device: str):
-        import torch
-
-        self.torch, self.asked, self.device, self.losses = torch, asked, device, []
+        self.asked, self.device, self.losses = asked, device, []
         self.params = parameters(model, device)
         self.batch = [torch.tensor(np.asarray(a), device=device) for a in batch]
         self.optimizer = torch.optim.AdamW(leaves(self.params), lr=1e-4, weight_decay=1e-4, fused=device == "cuda")
@@ -117,13 +88,13 @@ class Training:
 
         def loss(params: Any, x: Any, y: Any) -> Any:
             logits = network(asked.network, params, x, heads, attend).float()
-            return torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten().long())
+            return F.cross_entropy(logits.flatten(0, -2), y.flatten().long())
 
         self.loss = torch.compile(loss) if "compile" in side else loss
 
     def once(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        with self.torch.autocast(self.device, dtype=self.torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16):
             loss = self.loss(self.params, *self.batch)
         loss.backward()
         self.optimizer.step()
@@ -131,7 +102,7 @@ class Training:
 
     def ready(self, _: Any) -> None:
         if self.device == "cuda":
-            self.torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def __call__(self) -> float:
         return seconds(self.once, self.asked.calls, self.ready)
@@ -140,11 +111,11 @@ class Training:
         """Bytes at the peak of one step, with its parameters and optimizer's state, without those of other sides."""
         if self.device != "cuda":
             return None
-        cuda = self.torch.cuda
-        others = cuda.memory_allocated() - 3 * sum(p.nbytes for p in leaves(self.params))
-        cuda.reset_peak_memory_stats()
+        self.optimizer.zero_grad(set_to_none=True)  # what stays is parameters and two moments
+        others = torch.cuda.memory_allocated() - 3 * sum(p.nbytes for p in leaves(self.params))
+        torch.cuda.reset_peak_memory_stats()
         seconds(self.once, 1, self.ready)
-        return cuda.max_memory_allocated() - others
+        return torch.cuda.max_memory_allocated() - others
 
 
 def measure(sides: Sequence[str], asked: Asked, device: str) -> dict[str, Any]:
@@ -157,8 +128,9 @@ def measure(sides: Sequence[str], asked: Asked, device: str) -> dict[str, Any]:
         if isinstance(first, Failure):
             results[side] = {"why": first.why}
             continue
+        peak = attempt(training.peak)
         made[side] = training
-        results[side] = {"first_s": first, "peak": training.peak()}
+        results[side] = {"first_s": first, "peak": None if isinstance(peak, Failure) else peak}
     for side, times in race(made, asked.repeats).items():
         if isinstance(times, Failure):
             results[side] = {"why": times.why}
@@ -172,42 +144,12 @@ def main() -> None:
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    import torch
-
     asked = Asked(**json.load(sys.stdin))
     if options.device == "cuda" and not torch.cuda.is_available():
         results = {side: {"why": "needs a GPU"} for side in options.sides.split(",")}
     else:
         results = measure(options.sides.split(","), asked, options.device)
     print("\n" + json.dumps(results))
-
-
-# -- outside of it
-
-
-def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, Any]:
-    """Run the process. To be called before JAX takes the device's memory."""
-    if not sides:
-        return {}
-    got = attempt(_run, sides, asked, limit_s)
-    if not isinstance(got, Failure):
-        return got
-    if len(sides) == 1:
-        return {sides[0]: {"why": got.why}}
-    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}  # one took all with it
-
-
-def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:
-    if find_spec("torch") is None:
-        raise Unavailable("needs PyTorch and a GPU")
-    command = [sys.executable, "-m", "benchmarks._torch_sides", "--sides", ",".join(sides)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    question = json.dumps(dataclasses.asdict(asked))
-    run = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=limit_s)
-    if run.returncode:
-        last = run.stderr.strip().splitlines()[-1:]
-        raise Unavailable(last[0][:100] if last else f"PyTorch died with exit code {run.returncode}")
-    return json.loads(run.stdout.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":
