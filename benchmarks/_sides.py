@@ -13,7 +13,6 @@ Another folder is named with `--upstream PATH` or the environment variable `JAXA
 import functools
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -178,18 +177,13 @@ DICT = "subfuns, bind_params = (), eqn.primitive.get_bind_params(eqn.params)"
 
 @functools.cache
 def upstream_module(mend: bool) -> ModuleType:
-    """Upstream jaxamp beside ours, under another name: it imports its own files relatively."""
-    folder = Path(os.environ.get("JAXAMP_UPSTREAM", "peers/upstream")) / "jaxamp"
-    if not folder.is_dir():
+    """Upstream's module with `amp`, beside ours: run from its file, for two packages can't have one name."""
+    path = Path(os.environ.get("JAXAMP_UPSTREAM", "peers/upstream")) / "jaxamp" / "_amp.py"
+    if not path.is_file():
         raise Unavailable("not installed")
-    name = "jaxamp_upstream_mended" if mend else "jaxamp_upstream"
-    package = ModuleType(name)
-    package.__path__ = [str(folder)]
-    sys.modules[name] = package
-    code = (folder / "_amp.py").read_text(encoding="utf-8")
-    module = ModuleType(f"{name}._amp")
-    module.__package__ = name
-    exec(compile(code.replace(PAIR, DICT) if mend else code, str(folder / "_amp.py"), "exec"), module.__dict__)
+    code = path.read_text(encoding="utf-8")
+    module = ModuleType("jaxamp_upstream")
+    exec(compile(code.replace(PAIR, DICT) if mend else code, str(path), "exec"), module.__dict__)
     return module
 
 
