@@ -1,1 +1,13 @@
-"""One question per file; run with `python -m benchmarks.<name>`."""
+"""One question per file; run with `python -m benchmarks.<name> [--small] [--json PATH]`.
+
+`pip install -e '.[benchmarks]'` brings peers and matplotlib. `_sides.py` says how to get upstream jaxamp, which has our
+name. PyTorch takes part where it is installed with a GPU. All of it, and the results rendered:
+
+    python -m benchmarks.train_step --json results/train_step.json
+    python -m benchmarks.memory --json results/memory.json
+    python -m benchmarks.growth --json results/growth.json
+    python -m benchmarks.matmul --json results/matmul.json
+    python -m benchmarks.compile_time --json results/compile_time.json
+    python -m benchmarks.scaler --json results/scaler.json
+    python -m benchmarks.results results
+"""

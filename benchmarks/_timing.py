@@ -1,12 +1,14 @@
-"""Timing two sides against each other: interleaved, with median and spread, and a table of ratios."""
+"""Timing sides against each other: interleaved, with median and spread. A side that fails says why, the rest go on."""
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from ._report import Column, number, percent, significant
 
 
 class Times(NamedTuple):
@@ -19,16 +21,49 @@ class Times(NamedTuple):
         return statistics.median(self.seconds)
 
     @property
-    def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+    def spread(self) -> float | None:
+        """Half the distance between the quartiles, as a share of the median. One repeat has none."""
+        if len(self.seconds) < 2:
+            return None
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median
 
-    def __str__(self) -> str:
-        return f"{1e3 * self.median:.4g} ms ± {self.spread:.0%}"
+    def over(self, other: "Times") -> float:
+        """The median of the ratios of the repeats: each is of two neighbours in time."""
+        if len(self.seconds) != len(other.seconds):
+            return self.median / other.median
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def seconds(fn: Callable[[], Any], calls: int = 1) -> float:
+class Unavailable(Exception):
+    """A side that can't be asked here; the message says so in a few words."""
+
+
+class Failure(NamedTuple):
+    """Stands where a result would."""
+
+    why: str
+
+
+def few_words(error: Exception) -> str:
+    """An error, short enough for a table: its type and first line."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if isinstance(error, Unavailable):
+        return str(error)
+    if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+        return "out of memory"
+    return text if len(text) <= 100 else text[:99] + "…"
+
+
+def attempt(fn: Callable[..., Any], *args: Any) -> Any:
+    """What `fn` returns, or a `Failure`: peers fail in their own ways, and the run goes on."""
+    try:
+        return fn(*args)
+    except Exception as error:
+        return Failure(few_words(error))
+
+
+def seconds(fn: Callable[[], Any], calls: int = 1, ready: Callable[[Any], Any] = jax.block_until_ready) -> float:
     """Seconds that a call takes, over `calls` of them, until its results are there."""
     gc.collect()
     gc.disable()
@@ -36,7 +71,7 @@ def seconds(fn: Callable[[], Any], calls: int = 1) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             out = fn()
-        jax.block_until_ready(out)
+        ready(out)
         return (time.perf_counter() - start) / calls
     finally:
         gc.enable()
@@ -48,26 +83,61 @@ def interleave(sides: Sequence[Callable[[], float]], repeats: int) -> list[Times
     return [Times(list(column)) for column in zip(*rounds[1:], strict=True)]
 
 
+def race(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Times | Failure]:
+    """`interleave` for sides that may fail: one that raises drops out."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    failed: dict[str, Failure] = {}
+    for _ in range(repeats + 1):
+        for name, side in sides.items():
+            if name not in failed:
+                got = attempt(side)
+                failed |= {name: got} if isinstance(got, Failure) else {}
+                taken[name].append(got)
+    return {name: failed[name] if name in failed else Times(taken[name][1:]) for name in sides}
+
+
+def figures(raced: Mapping[str, Times | Failure], against: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """A race as rows: ms, spread, and under each key of `against` how many times as fast as that side; or why not."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, times in raced.items():
+        if isinstance(times, Failure):
+            rows[name] = {"note": times.why}
+            continue
+        rows[name] = {"ms": 1e3 * times.median, "spread": times.spread}
+        for key, side in against.items():
+            other = raced.get(side)
+            rows[name][key] = other.over(times) if isinstance(other, Times) else None
+    return rows
+
+
 class Row(NamedTuple):
-    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost."""
+    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost, if any."""
 
     name: str
     plain: Times
     ours: Times
-    target: float
+    target: float | None
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios of the repeats: each is of two neighbours in time."""
-        return statistics.median(a / p for a, p in zip(self.ours.seconds, self.plain.seconds, strict=True))
+        return self.ours.over(self.plain)
+
+    def as_dict(self) -> dict[str, Any]:
+        row = {"what": self.name, "ratio": self.ratio, "target": self.target}
+        for side, times in (("plain", self.plain), ("ours", self.ours)):
+            row |= {f"{side}_ms": 1e3 * times.median, f"{side}_spread": times.spread}
+        if self.target is not None:
+            row["verdict"] = "met" if self.ratio <= self.target else "missed"
+        return row
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    device = jax.devices()[0]
-    print(
-        f"device {device.device_kind} ({device.platform}), jax {jax.__version__}, {len(rows[0].ours.seconds)} repeats"
-    )
-    print(f"{'':44}{'plain':>20}{'ours':>20}{'ratio':>8}{'target':>9}")
-    for row in rows:
-        verdict = "met" if row.ratio <= row.target else "missed"
-        print(f"{row.name:44}{row.plain!s:>20}{row.ours!s:>20}{row.ratio:>8.2f}{f'<= {row.target:g}':>9}  {verdict}")
+COMPARISON = (
+    Column("", "what"),
+    Column("plain ms", "plain_ms", significant),
+    Column("spread", "plain_spread", percent),
+    Column("ours ms", "ours_ms", significant),
+    Column("spread", "ours_spread", percent),
+    Column("ratio", "ratio", number(2)),
+    Column("target", "target", lambda x: f"<= {x:g}"),
+    Column("verdict", "verdict"),
+)

@@ -6,7 +6,6 @@ One AdamW step of a transformer in float16 through `amp`, four times: without sc
 batches that need no redo; and the other way to write a redo, one evaluation before the loop and one inside of it.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,22 @@ import optax
 import jaxamp
 
 from ._models import transformer
-from ._timing import Row, interleave, print_table, seconds
+from ._report import Column, number, parser, publish, significant
+from ._timing import COMPARISON, Row, interleave, seconds
 
 OPTIMIZER = optax.adamw(1e-4)
 Step = Callable[..., Any]
+TITLES = {  # and what each may cost
+    "plain": ("without scaling", None),
+    "scaled": ("dynamic_scale_value_and_grad", 1.05),
+    "redone": ("the same, redo_on_nan=3", 1.1),
+    "twice": ("a redo written twice", 1.1),
+}
+COLUMNS = (
+    *COMPARISON,
+    Column("temporary MiB", "mib", significant),
+    Column("memory ratio", "memory_ratio", number(3)),
+)
 
 
 def plain(loss: Step) -> Step:
@@ -68,7 +79,7 @@ def twice(loss: Step) -> Step:
     return guarded(value_and_grad)
 
 
-def measure(sizes: dict[str, int], repeats: int) -> None:
+def measure(sizes: dict[str, int], repeats: int) -> list[dict[str, Any]]:
     fresh, shapes = transformer(**sizes)
     random = jax.random.key(0)
     params, x, y = jax.tree.map(
@@ -84,16 +95,11 @@ def measure(sizes: dict[str, int], repeats: int) -> None:
         sides[make.__name__] = _timed(step, state, x, y)
 
     times = dict(zip(sides, interleave(list(sides.values()), repeats), strict=True))
-    names = {
-        "scaled": "dynamic_scale_value_and_grad",
-        "redone": "the same, redo_on_nan=3",
-        "twice": "a redo written twice",
-    }
-    targets = {"scaled": 1.05, "redone": 1.1, "twice": 1.1}
-    print_table([Row(text, times["plain"], times[name], targets[name]) for name, text in names.items()])
-    print(f"\n{'':44}{'temporary memory':>20}{'ratio':>8}")
-    for name, text in {"plain": "without scaling", **names}.items():
-        print(f"{text:44}{bytes_[name] / 2**20:>16.1f} MiB{bytes_[name] / bytes_['plain']:>8.3f}")
+    rows = []
+    for name, (title, target) in TITLES.items():
+        row = Row(title, times["plain"], times[name], target).as_dict()
+        rows.append({**row, "mib": bytes_[name] / 2**20, "memory_ratio": bytes_[name] / bytes_["plain"]})
+    return rows
 
 
 def _timed(step: Step, state: tuple[Any, ...], *batch: Any) -> Callable[[], float]:
@@ -112,14 +118,16 @@ def _timed(step: Step, state: tuple[Any, ...], *batch: Any) -> Callable[[], floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="two thin layers and few repeats: does it run at all?")
+    asked = parser(__doc__, "two thin layers and few repeats")
     for name, size in {"layers": 4, "width": 256, "tokens": 64, "batch": 8}.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    options = vars(parser.parse_args())
-    if options.pop("small"):
-        options |= {"layers": 2, "width": 16, "tokens": 8, "batch": 2}
-    measure(options, repeats=3 if options["width"] == 16 else 9)
+        asked.add_argument(f"--{name}", type=int, default=size)
+    options = asked.parse_args()
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch")}
+    if options.small:
+        sizes = {"layers": 2, "width": 16, "tokens": 8, "batch": 2}
+    repeats = 3 if options.small else 9
+    notes = [f"{sizes}; {repeats} repeats. Plain: without scaling."]
+    publish("scaler", COLUMNS, measure(sizes, repeats), notes, options.json)
 
 
 if __name__ == "__main__":

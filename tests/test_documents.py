@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import results
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,11 +38,18 @@ def test_the_digits_example_runs(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["overhead", "scaler"])
-def test_the_benchmarks_run(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--small"]
+BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
+    written, rendered = tmp_path / f"{name}.json", tmp_path / "RESULTS.md"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(written)]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "ratio" in run.stdout
+    monkeypatch.setattr(sys, "argv", ["results", str(tmp_path), "--out", str(rendered)])
+    results.main()
+    assert f"python -m benchmarks.{name}" in rendered.read_text(encoding="utf-8")
 
 
 def test_the_repository_has_no_private_jax_names_outside_compat():

@@ -1,0 +1,78 @@
+"""Pictures of results: bars of step time and memory for each side, and curves of growth. They need matplotlib."""
+
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+OURS, THEIRS, PLAIN = "#d1495b", "#8d99ae", "#2b2d42"
+Rows = Sequence[dict[str, Any]]
+
+
+def colour(row: dict[str, Any]) -> str:
+    if row["side"] == "float32":
+        return PLAIN
+    return OURS if row["side"].startswith("ours") else THEIRS
+
+
+def save_steps(rows: Rows, path: Path) -> str:
+    """Bars of one case, the fastest first: milliseconds beside GiB."""
+    shown = sorted((row for row in rows if row.get("ms")), key=lambda row: row["ms"])
+    if not shown:
+        return f"no picture {path.name}: nothing was timed"
+    if find_spec("matplotlib") is None:
+        return f"no picture {path.name}: matplotlib is not installed"
+    figure, axes = _figure(2, 9, 0.8 + 0.32 * len(shown))
+    titles = [row["title"] for row in shown]
+    for axis, key, label in zip(axes, ("ms", "gib"), ("step, ms", "temporary memory, GiB"), strict=True):
+        values = [row.get(key) or 0 for row in shown]
+        bars = axis.barh(titles, values, color=[colour(row) for row in shown])
+        axis.bar_label(bars, [f"{value:.3g}" if value else "?" for value in values], padding=3, fontsize=8)
+        axis.set_xlabel(label)
+        axis.margins(x=0.15)
+        axis.invert_yaxis()
+    axes[1].set_yticklabels([])
+    figure.suptitle(f"{shown[0]['network']}, layers {shown[0]['layers']}", fontsize=10)
+    return _save(figure, path)
+
+
+def save_growth(rows: Rows, path: Path) -> str:
+    """Curves over depth and over length, of milliseconds above GiB."""
+    if find_spec("matplotlib") is None:
+        return f"no picture {path.name}: matplotlib is not installed"
+    figure, axes = _figure(4, 8, 6)
+    panels = [(g, x, k) for k in ("ms", "gib") for g, x in (("depth", "depth"), ("length", "tokens"))]
+    for axis, (growing, x, key) in zip(axes, panels, strict=True):
+        for curve in _curves([row for row in rows if row["growing"] == growing and row.get(key)]):
+            style = "--" if "attention" in curve[0]["side"] else "-"
+            points = [row[x] for row in curve], [row[key] for row in curve]
+            axis.plot(*points, style, marker="o", color=colour(curve[0]), label=curve[0]["title"])
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks := sorted({row[x] for row in rows if row["growing"] == growing}), [str(t) for t in ticks])
+        axis.set_yscale("log")
+        axis.set_xlabel("layers" if growing == "depth" else "tokens")
+        axis.set_ylabel("step, ms" if key == "ms" else "temporary memory, GiB")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _curves(rows: Rows) -> Iterable[Rows]:
+    for side in dict.fromkeys(row["side"] for row in rows):
+        yield [row for row in rows if row["side"] == side]
+
+
+def _figure(panels: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(panels // 2, 2, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def _save(figure: Any, path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    return f"picture {path.name}"

@@ -1,0 +1,54 @@
+"""Ask PyTorch for its training steps, in a process of its own.
+
+JAX and PyTorch each keep the memory of the device to themselves, and one that crashes must not take the other with it.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from ._report import progress
+from ._timing import Failure, Unavailable, attempt
+
+SIDES = "torch", "torch-compile", "torch-compile-sdpa"
+
+
+@dataclasses.dataclass
+class Asked:
+    """What the process is asked for; `sizes` are those of `_networks`."""
+
+    network: str
+    sizes: Sequence[int]
+    repeats: int
+    calls: int
+
+
+def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, Any]:
+    """Run the process. To be called before JAX takes the device's memory."""
+    if not sides:
+        return {}
+    progress(f"{asked.network}: asking PyTorch for {', '.join(sides)}")
+    got = attempt(_run, sides, asked, limit_s)
+    if not isinstance(got, Failure):
+        return got
+    if len(sides) == 1:
+        return {sides[0]: {"why": got.why}}
+    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}  # one took all with it
+
+
+def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:
+    if find_spec("torch") is None:
+        raise Unavailable("needs PyTorch and a GPU")
+    command = [sys.executable, "-m", "benchmarks._torch_process", "--sides", ",".join(sides)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    question = json.dumps(dataclasses.asdict(asked))
+    run = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=limit_s)
+    if run.returncode:
+        last = run.stderr.strip().splitlines()[-1:]
+        raise Unavailable(last[0][:100] if last else f"PyTorch died with exit code {run.returncode}")
+    return json.loads(run.stdout.strip().splitlines()[-1])
