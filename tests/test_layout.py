@@ -1,0 +1,182 @@
+"""How results and cotangents lie in memory: matmuls without transposes around them, cotangents held as they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from program import MATMULS, dtypes_of, equations, matmul_dtypes
+
+import jaxamp
+
+AMP = jaxamp.amp(compute_dtype=jnp.bfloat16)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
+
+
+def names(jaxpr) -> list[str]:
+    return [eqn.primitive.name for eqn in equations(jaxpr)]
+
+
+def near(found, expected, bound=2e-2):
+    return np.linalg.norm(np.asarray(found, np.float64) - expected) <= bound * np.linalg.norm(expected)
+
+
+def float64(fn, *args):
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in args)))
+
+
+# -- transposes
+
+
+def mapped(w, x):
+    """A layer of one token, mapped over tokens and examples."""
+    return jax.vmap(jax.vmap(lambda x: w @ x))(x)
+
+
+def test_a_mapped_layer_has_no_transpose_forward_or_backward():
+    fn = lambda w, x: jnp.sum(jnp.tanh(mapped(w, x)) ** 2)
+    assert "transpose" in names(jax.make_jaxpr(fn)(W, X))
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, X)
+    assert "transpose" not in names(jaxpr)
+    assert matmul_dtypes(jaxpr) == [("bfloat16", "bfloat16")] * 3
+    expected = float64(jax.grad(fn, (0, 1)), W, X)
+    assert all(map(near, jax.grad(AMP(fn), (0, 1))(W, X), expected))
+
+
+@pytest.mark.parametrize(
+    ("dims", "shapes", "permutation"),
+    [
+        ((((1,), (1,)), ((), ())), ((4, 8), (6, 8)), (1, 0)),
+        ((((1,), (2,)), ((), ())), ((4, 8), (2, 6, 8)), (1, 2, 0)),
+        ((((2,), (1,)), ((0,), (0,))), ((3, 4, 8), (3, 8, 6)), (0, 2, 1)),
+        ((((0, 2), (1, 0)), ((), ())), ((3, 4, 8), (8, 3, 6)), (1, 0)),
+    ],
+)
+def test_a_transpose_that_swaps_the_operands_is_folded(dims, shapes, permutation):
+    a, b = normal(3, *shapes[0]), normal(4, *shapes[1])
+    fn = lambda a, b: jnp.exp(lax.transpose(lax.dot_general(a, b, dims), permutation) * 0.1)
+    assert "transpose" not in names(jax.make_jaxpr(AMP(fn))(a, b))
+    assert near(AMP(fn)(a, b), float64(fn, a, b))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: jnp.sin(jnp.einsum("oi,bti->tbo", w, x)),  # another order than the operands' swapped
+        lambda w, x: (lambda y: (jnp.sin(jnp.transpose(y, (1, 2, 0))), jnp.cos(y)))(
+            jnp.tensordot(w, x, (1, 2))
+        ),  # twice
+        lambda w, x: (lambda y: (jnp.sin(jnp.transpose(y, (1, 2, 0))), y))(jnp.tensordot(w, x, (1, 2))),  # returned
+    ],
+)
+def test_other_transposes_stay(fn):
+    assert "transpose" in names(jax.make_jaxpr(AMP(fn))(W, X))
+    for found, expected in zip(jax.tree.leaves(AMP(fn)(W, X)), jax.tree.leaves(float64(fn, W, X)), strict=True):
+        assert near(found, expected)
+
+
+def test_a_layer_mapped_from_outside_puts_tokens_first():
+    fn = lambda w, x: jnp.tanh(w @ x)
+    jaxpr = jax.make_jaxpr(jax.vmap(AMP(fn), (None, 0)))(W, X[0])
+    (matmul,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    assert matmul.outvars[0].aval.shape == (5, 16)
+    assert near(jax.vmap(AMP(fn), (None, 0))(W, X[0]), float64(jax.vmap(fn, (None, 0)), W, X[0]))
+
+
+# -- what is returned
+
+
+def test_a_matmul_that_is_only_returned_comes_out_in_float32():
+    for fn in (lambda w, x: x @ w.T, lambda w, x: jnp.transpose(x @ w.T, (2, 0, 1)), jax.jit(lambda w, x: x @ w.T)):
+        jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+        assert matmul_dtypes(jaxpr) == [("bfloat16", "bfloat16")]
+        assert [dtypes_of(name, jaxpr) for name in ("mixed_dot_general", "convert_element_type")] == [["float32"], []]
+        rounded = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (W, X)]
+        assert near(AMP(fn)(W, X), float64(fn, *rounded), 1e-6)
+
+
+def test_a_matmul_that_is_read_as_well_stays_low():
+    def fn(w, x):
+        y = x @ w.T
+        return y, jnp.tanh(y)
+
+    jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+    assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_weight_gradients_under_amp_come_straight_out_of_the_matmul(wrap):
+    fn = lambda w, x: jnp.sum(jax.nn.relu(x @ w.T))
+    low = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (W, X)]
+    found = AMP(wrap(jax.grad(fn)))(W, X)
+    assert found.dtype == jnp.float32
+    assert near(found, float64(jax.grad(fn), *low), 1e-6)
+
+
+# -- cotangents
+
+
+def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_reads():
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), 1))(W, B, X)
+    (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "held" and eqn.params["here"]]
+    assert held.params["dtype"] == jnp.bfloat16
+    assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
+
+
+def test_a_bias_gradient_over_many_rows_is_not_lost():
+    rows = 4099  # bfloat16 counts to 256
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w + b) @ w)
+    w, b, x = jnp.eye(4), jnp.ones(4), jnp.ones((rows, 4))
+    assert np.array_equal(jax.jit(jax.grad(AMP(fn), 1))(w, b, x), np.full(4, rows, np.float32))
+    gelu = lambda w, b, x: jnp.sum(jax.nn.gelu(x @ w + b) @ w)
+    assert near(jax.jit(jax.grad(AMP(gelu), 1))(w, b, x), float64(jax.grad(gelu, 1), w, b, x), 5e-3)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8)])
+def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
+    def fn(table, w, x):
+        return jnp.sum(jnp.tanh((x + table) @ w.T) ** 2)
+
+    table = normal(5, *shape)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn)))(table, W, X)
+    (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "held" and eqn.params["here"]]
+    assert (held.params["ordered"], held.invars[0].aval.shape) == (True, (3, 5, 8))
+    assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), float64(jax.grad(fn), table, W, X))
+
+
+def test_on_a_gpu_held_is_a_barrier_and_a_layout_and_elsewhere_nothing():
+    fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), 1))
+    texts = {
+        platform: fn.trace(W, B, X).lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")
+    }
+    assert [texts[p].count("optimization_barrier") for p in ("cpu", "cuda")] == [0, 1]
+    assert [texts[p].count("LayoutConstraint") for p in ("cpu", "cuda")] == [0, 1]
+
+
+def test_a_bias_of_channels_first_has_no_say_in_the_layout():
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None]) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), 1))(normal(6, 4, 3, 3, 3), normal(7, 4), normal(8, 2, 3, 6, 6))
+    assert not any(eqn.params["ordered"] for eqn in equations(jaxpr) if eqn.primitive.name == "held")
+
+
+def test_held_passes_through_transforms():
+    fn = lambda table, w, x: jnp.sum(jnp.tanh((x + table) @ w.T))
+    table, amp = normal(9, 5, 8), AMP(fn)
+    per_example = jax.vmap(jax.grad(amp), (None, None, 0))(table, W, X[:, None])
+    assert near(per_example, float64(jax.vmap(jax.grad(fn), (None, None, 0)), table, W, X[:, None]))
+    each = lambda table, w, x: jnp.tanh((x + table) @ w.T)
+    tangent = jax.jvp(lambda t: AMP(each)(t, W, X), (table,), (table,))[1]
+    assert near(tangent, float64(lambda t, w, x: jax.jvp(lambda t: each(t, w, x), (t,), (t,))[1], table, W, X))
+    assert near(jax.hessian(amp)(table, W, X), float64(jax.hessian(fn), table, W, X), 5e-2)
+
+
+def test_without_low_operations_nothing_is_held():
+    assert "held" not in names(jax.make_jaxpr(AMP(lambda table, x: jnp.sum(jnp.sin(x + table))))(normal(9, 5, 8), X))
