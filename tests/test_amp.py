@@ -536,4 +536,4 @@ def test_a_failed_call_leaves_nothing_behind():
 def test_casts_are_made_once():
     jaxpr = jax.make_jaxpr(BF16(lambda x: (lambda e: e @ e @ e)(jnp.exp(x))))(W)
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-    assert len(casts) == 2  # the operand, and the result
+    assert len(casts) == 1  # the operand; the result comes out of the matmul in float32
