@@ -160,11 +160,24 @@ def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -
     return attend
 
 
+def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's attention of low operands promotes dtypes: no matter for a user who is strict about their own."""
+
+    @functools.wraps(fun)
+    def promoting(*operands: Any, **params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*operands, **params)
+
+    return promoting
+
+
+@_promoting
 def _plain_forward(*operands: Any, given: Sequence[str], implementation: Any, **static: Any) -> tuple[Any, Any]:
     out, lse = _attend("xla", given, static)(*operands, return_residual=True)
-    return out, lse.astype(jnp.promote_types(lse.dtype, np.float32))
+    return out, lse.astype(np.promote_types(lse.dtype, np.float32))
 
 
+@_promoting
 def _plain_tangent(
     *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
 ) -> tuple[Any, ...]:
@@ -174,6 +187,7 @@ def _plain_tangent(
     return jax.jvp(along, [primals[i] for i in moving], list(tangents))[1:]
 
 
+@_promoting
 def _plain_backward(
     *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
 ) -> tuple[Any, ...]:
@@ -258,6 +272,7 @@ def _has_tensor_cores() -> bool:
     return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in devices)
 
 
+@_promoting
 def _fused_forward(*operands: Any, **params: Any) -> Any:
     padded, params_of_padded = _padded_to_even(operands, params)
     halves = _halves(padded, **params_of_padded)
@@ -267,6 +282,7 @@ def _fused_forward(*operands: Any, **params: Any) -> Any:
     return _cut(out, operands[0].shape), _cut(lse, operands[0].shape[:3])
 
 
+@_promoting
 def _fused_backward(*operands: Any, **params: Any) -> Any:
     *primals, out, lse, ct = operands
     padded, params_of_padded = _padded_to_even(primals, params)
