@@ -331,8 +331,8 @@ def _abstract_eval(primitive: Primitive, *avals: Any, **params: Any) -> list[Any
     return jax.make_jaxpr(_jitted(primitive, **params))(*avals).out_avals
 
 
-def _on_cpu(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
-    """XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12): low operands, multiplied in float32."""
+def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
+    """Low operands, multiplied in float32: XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12)."""
     low = operands[0].dtype
     if low not in (jnp.float16, jnp.bfloat16):
         return _PLAIN[primitive](*operands, **params)
@@ -359,7 +359,7 @@ def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _plain_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    plain = _along(functools.partial(_PLAIN[primitive], **params), primals, moving)
+    plain = _along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
     outs = primitive.bind(*primals, **params)
     return outs, list(jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
 
@@ -421,7 +421,7 @@ for _p in ATTENTION:
     _p.def_impl(functools.partial(apply_primitive, _p))
     _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
     mlir.register_lowering(_p, mlir.lower_fun(_PLAIN[_p], multiple_results=True))
-    mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_on_cpu, _p), multiple_results=True), platform="cpu")
+    mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
     batching_rules()[_p] = functools.partial(_batch, _p)
 for _p in _FUSED:
