@@ -153,11 +153,17 @@ def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -
         if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
             whole = {name: options[name] for name in _SPREADS if name in options}
             options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
-            options |= {"bias": options["bias"].astype(q.dtype)} if "bias" in options else {}
+            options |= {"bias": _saturated(options["bias"], q.dtype)} if "bias" in options else {}
         with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
             return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
 
     return attend
+
+
+def _saturated(bias: Any, dtype: np.dtype) -> Any:
+    """A bias in `dtype`, finite where it was finite: a row of -1e9 alone is no row of nothing."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(bias), jnp.clip(bias, -largest, largest), bias).astype(dtype)
 
 
 def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
