@@ -153,18 +153,37 @@ def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -
         if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
             whole = {name: options[name] for name in _SPREADS if name in options}
             options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
-            options |= {"bias": options["bias"].astype(q.dtype)} if "bias" in options else {}
+            options |= {"bias": _saturated(options["bias"], q.dtype)} if "bias" in options else {}
         with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
             return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
 
     return attend
 
 
+def _saturated(bias: Any, dtype: np.dtype) -> Any:
+    """A bias in `dtype`, finite where it was finite: a row of -1e9 alone is no row of nothing."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(bias), jnp.clip(bias, -largest, largest), bias).astype(dtype)
+
+
+def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's attention of low operands promotes dtypes: no matter for a user who is strict about their own."""
+
+    @functools.wraps(fun)
+    def promoting(*operands: Any, **params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*operands, **params)
+
+    return promoting
+
+
+@_promoting
 def _plain_forward(*operands: Any, given: Sequence[str], implementation: Any, **static: Any) -> tuple[Any, Any]:
     out, lse = _attend("xla", given, static)(*operands, return_residual=True)
-    return out, lse.astype(jnp.promote_types(lse.dtype, np.float32))
+    return out, lse.astype(np.promote_types(lse.dtype, np.float32))
 
 
+@_promoting
 def _plain_tangent(
     *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
 ) -> tuple[Any, ...]:
@@ -174,6 +193,7 @@ def _plain_tangent(
     return jax.jvp(along, [primals[i] for i in moving], list(tangents))[1:]
 
 
+@_promoting
 def _plain_backward(
     *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
 ) -> tuple[Any, ...]:
@@ -258,6 +278,7 @@ def _has_tensor_cores() -> bool:
     return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in devices)
 
 
+@_promoting
 def _fused_forward(*operands: Any, **params: Any) -> Any:
     padded, params_of_padded = _padded_to_even(operands, params)
     halves = _halves(padded, **params_of_padded)
@@ -267,6 +288,7 @@ def _fused_forward(*operands: Any, **params: Any) -> Any:
     return _cut(out, operands[0].shape), _cut(lse, operands[0].shape[:3])
 
 
+@_promoting
 def _fused_backward(*operands: Any, **params: Any) -> Any:
     *primals, out, lse, ct = operands
     padded, params_of_padded = _padded_to_even(primals, params)
@@ -315,8 +337,8 @@ def _abstract_eval(primitive: Primitive, *avals: Any, **params: Any) -> list[Any
     return jax.make_jaxpr(_jitted(primitive, **params))(*avals).out_avals
 
 
-def _on_cpu(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
-    """XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12): low operands, multiplied in float32."""
+def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
+    """Low operands, multiplied in float32: XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12)."""
     low = operands[0].dtype
     if low not in (jnp.float16, jnp.bfloat16):
         return _PLAIN[primitive](*operands, **params)
@@ -343,7 +365,7 @@ def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _plain_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    plain = _along(functools.partial(_PLAIN[primitive], **params), primals, moving)
+    plain = _along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
     outs = primitive.bind(*primals, **params)
     return outs, list(jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
 
@@ -405,7 +427,7 @@ for _p in ATTENTION:
     _p.def_impl(functools.partial(apply_primitive, _p))
     _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
     mlir.register_lowering(_p, mlir.lower_fun(_PLAIN[_p], multiple_results=True))
-    mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_on_cpu, _p), multiple_results=True), platform="cpu")
+    mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
     batching_rules()[_p] = functools.partial(_batch, _p)
 for _p in _FUSED:
