@@ -22,7 +22,7 @@ from ._interpreter import Interpreter, Where
 from ._judge import Judge
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy, presets
-from ._residuals import Keep, keeping_little
+from ._residuals import Keep, keeping_little, may_keep_little
 from ._standing import Value, float_dtype, standing_of_argument
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,7 +51,7 @@ def check_options(compute_dtype: Any, amp_policy: PolicyLike, keep: Keep = "auto
             f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits. "
             "Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
         )
-    if keep not in get_args(Keep):
+    if not isinstance(keep, str) or keep not in get_args(Keep):
         raise ValueError(
             f"keep is {keep!r}; expected one of {', '.join(map(repr, get_args(Keep)))}. Write keep='matmuls' to keep "
             "little for the backward pass, or leave it out."
@@ -170,12 +170,14 @@ def _restore(x: Any, aval: Any) -> Any:
 
 
 def _run(keep: Keep, planner: Planner, plan: Plan, arrays: Any) -> list[Any]:
-    interpreter = Interpreter(planner, keep, Where.OUTSIDE if keep == "auto" else Where.IN_CHECKPOINT)
+    whole = keep == "matmuls" and may_keep_little(plan.jaxpr)
+    outside = Where.IN_CHECKPOINT if whole or keep == "all" else Where.OUTSIDE
+    interpreter = Interpreter(planner, keep, outside)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(plan, arrays)
 
-    return (keeping_little(run, plan.jaxpr, in_loop=False) if keep == "matmuls" else run)(*arrays)
+    return (keeping_little(run, in_loop=False) if whole else run)(*arrays)
 
 
 def _flat(options: Options, call: _Call) -> Callable[..., tuple[list[Any], _Rest]]:
@@ -212,7 +214,8 @@ def amp(
         keep: What is kept for the backward pass. `"auto"`: in scans over layers the results of matmuls, elsewhere what
             JAX keeps, less what element-wise functions between low values would keep in float32. `"matmuls"`: the
             results of matmuls everywhere; about half the memory, and a few percent more time. `"all"`: what JAX keeps.
-            Where `fn` has a `jax.checkpoint` in it, nothing is added to that.
+            A scan, or for `"matmuls"` a function, that has a `jax.checkpoint` or side effects in it is treated as what
+            is outside of scans.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.
@@ -242,7 +245,7 @@ def amp(
     return _amp(fn, options=options)
 
 
-def _check_function(name: str, fn: Any) -> None:
+def check_function(name: str, fn: Any) -> None:
     if not callable(fn):
         raise TypeError(
             f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write jaxamp.{name}(loss_fn), "
@@ -251,7 +254,7 @@ def _check_function(name: str, fn: Any) -> None:
 
 
 def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
-    _check_function("amp", fn)
+    check_function("amp", fn)
 
     def compiled(call: _Call) -> Callable[..., tuple[list[Any], _Rest]]:
         flat = _flat(options, call)
@@ -317,7 +320,7 @@ def unmatched_keys(
     >>> unmatched_keys(lambda x: x @ x, amp_policy=policy)(jnp.ones((2, 2)))
     ['atention']
     """
-    _check_function("unmatched_keys", fn)
+    check_function("unmatched_keys", fn)
     options = check_options(compute_dtype, amp_policy)
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:

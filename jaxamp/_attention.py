@@ -328,7 +328,7 @@ def _cut(x: Any, shape: Sequence[int]) -> Any:
 # -- the rules of the three primitives
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(_PLAIN[primitive], **params))
 

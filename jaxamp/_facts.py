@@ -32,6 +32,9 @@ MOVES = frozenset(
     """.split()
 )
 
+# All entries of the operand are in the result, each once.
+REARRANGES = frozenset("copy reshape squeeze transpose".split())
+
 # What goes in as a position, or as a number beyond the compute dtype's range, comes out as one. Everything else
 # (sin, cos, exp, a matmul with weights, ...) ends it.
 PRESERVES = MOVES | frozenset(
@@ -73,11 +76,13 @@ BENDS = frozenset(
 # Each entry of the result is made of one entry of each operand.
 ELEMENTWISE = BENDS | frozenset(
     """
-    abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div expand_dims floor held max min mul neg
+    abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div floor held max min mul neg
     rem reshape round select_n sign squeeze stop_gradient sub
     """.split()
 )
 
+PRODUCTS = frozenset({"mul", "div"})
+SUMS = frozenset({"add", "sub"})
 COMPARES = frozenset("and eq ge gt is_finite le lt ne not or xor".split())
 REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 

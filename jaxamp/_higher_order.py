@@ -19,7 +19,7 @@ from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
 from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
-from ._residuals import Keep, keeping_little
+from ._residuals import Keep, keeping_little, may_keep_little
 from ._rules import cast
 from ._standing import EXACT, LOW, Value
 
@@ -131,11 +131,12 @@ def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> lis
 
 def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     (plan,), (body,) = step.bodies, step.entry.bodies
-    jaxpr = rewriter.in_checkpoint().trace(plan, [step.outs[r] for r in body.results])
-    if plan.touched and rewriter.keep != "all":
-        run = keeping_little(jec.jaxpr_as_fun(jaxpr), plan.jaxpr, in_loop=True)
-        jaxpr = jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))
-    return bind(eqn, operands, **{body.param: jaxpr})
+    outs = [step.outs[r] for r in body.results]
+    if not plan.touched or rewriter.keep == "all" or not may_keep_little(plan.jaxpr):
+        return bind(eqn, operands, **{body.param: rewriter.trace(plan, outs)})
+    jaxpr = rewriter.in_checkpoint().trace(plan, outs)
+    run = keeping_little(jec.jaxpr_as_fun(jaxpr), in_loop=True)
+    return bind(eqn, operands, **{body.param: jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))})
 
 
 def _run_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """The loop: run a planned jaxpr, each equation with its operands in the dtypes that the plan says.
 
 The law it keeps: equations run in the order they were written, each once, under the user's source line, name stack and
-equation context; one cast is made per value and dtype.
+equation context; one cast is made per value and dtype. Two parts of a plan are run as a whole: an island (`_islands`)
+is an environment of its own, and a softmax (`_softmax`) is one function, under the name stack of its last equation.
 """
 
 import enum
@@ -15,7 +16,7 @@ from jax import lax
 
 from . import _higher_order
 from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
-from ._facts import SPREADS
+from ._facts import SPREADS, SUMS
 from ._higher_order import bind
 from ._islands import Island, find_islands
 from ._judge import How, apply_rule
@@ -89,10 +90,15 @@ class _Env:
         return self._casts[atom, dtype]
 
 
-def _is_added_to(low: np.dtype, env: _Env, eqn: Any, atom: Any) -> bool:
-    """Whether an operand is added to what is held low: on the way back to that, the cotangent of the sum is rounded."""
+def _shares_its_cotangent(env: _Env, eqn: Any, step: Step, atom: Any, low: np.dtype) -> bool:
+    """Whether an operand is added to what is held low, so that its cotangent is rounded on the way back to that.
+
+    Its own way back may share the rounded one, in a dtype that has the range of float32 and where nothing is pinned.
+    """
+    in_range = jnp.finfo(low).maxexp == jnp.finfo(np.float32).maxexp
     others = [v for v in eqn.invars if v is not atom and not isinstance(v, Literal)]
-    return eqn.primitive.name in ("add", "sub") and any(env.dtype_of(v) == low for v in others)
+    pinned = isinstance(step.key, str | tuple)
+    return eqn.primitive.name in SUMS and in_range and not pinned and any(env.dtype_of(v) == low for v in others)
 
 
 def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
@@ -138,7 +144,8 @@ class Interpreter:
 
     def _parts(self, plan: Plan) -> list[Island | Softmax]:
         """The parts of a plan that are not run one equation after the other."""
-        if self.keep == "all" or self._where is Where.IN_ISLAND:
+        narrows = self._planner.compute_dtype.itemsize < 4
+        if self.keep == "all" or self._where is Where.IN_ISLAND or not narrows:
             return []
         softmaxes = find_softmaxes(plan, self._planner.compute_dtype)
         taken = {i for found in softmaxes for i in found.steps}
@@ -147,8 +154,9 @@ class Interpreter:
 
     def _run_softmax(self, plan: Plan, found: Softmax, env: _Env) -> None:
         last = found.steps[-1]
-        info = open_jaxpr(plan.jaxpr).eqns[last].source_info
-        with user_context(info.traceback, name_stack=current_name_stack() + info.name_stack):
+        eqn = open_jaxpr(plan.jaxpr).eqns[last]
+        info = eqn.source_info
+        with user_context(info.traceback, name_stack=current_name_stack() + info.name_stack), eqn.ctx.manager:
             y = low_softmax(env.read(found.operand, np.dtype(np.float32)), found.axes, self._planner.compute_dtype)
         env.write(found.result, y, plan.steps[last].outs[0])
 
@@ -186,12 +194,12 @@ class Interpreter:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
         operands = [
-            self._operand(env, eqn, v, dtype) if touched else env.read(v, dtype)
+            self._operand(env, eqn, step, v, dtype) if touched else env.read(v, dtype)
             for v, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
         if not step.touched:
             return bind(eqn, operands)
-        if step.how is How.ALIAS:
+        if step.how in (How.ALIAS, How.FOLDED):
             return operands
         if step.how is How.ENTER:
             return _higher_order.run(self, eqn, step, operands)
@@ -201,7 +209,7 @@ class Interpreter:
             return [mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)]
         return bind(eqn, operands, **(step.params or {}))
 
-    def _operand(self, env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
+    def _operand(self, env: _Env, eqn: Any, step: Step, atom: Any, dtype: np.dtype | None) -> Any:
         """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
         rounded: its gradient is a sum along that axis, which then is a sum of float32."""
         shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None
@@ -210,8 +218,8 @@ class Interpreter:
         x, low = env.read(atom), self._planner.compute_dtype
         first = _first_kept_axis(x.shape, shape)
         table = first is not None and first < x.ndim - 1
-        in_island = self._where is Where.IN_ISLAND
-        rounded = x.dtype == np.float32 and (dtype == low or (in_island and _is_added_to(low, env, eqn, atom)))
+        shared = self._where is Where.IN_ISLAND and _shares_its_cotangent(env, eqn, step, atom, low)
+        rounded = x.dtype == np.float32 and (dtype == low or shared)
         if x.dtype == dtype and not (table or rounded):
             return x
         x = lax.broadcast_in_dim(x, shape, range(x.ndim))

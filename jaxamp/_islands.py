@@ -4,13 +4,14 @@ JAX keeps for the backward pass what each nonlinear operation of an island needs
 again instead, from its low operands, which are kept for the matmuls' sake or are half as large.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ._compat import Literal, Var, open_jaxpr
-from ._facts import BENDS, COMPARES, ELEMENTWISE, REDUCES
+from ._facts import BENDS, COMPARES, ELEMENTWISE, PRODUCTS, REDUCES
 from ._judge import How
 from ._plan import Plan, Step
 from ._standing import Value, float_dtype
@@ -27,14 +28,32 @@ class Island(NamedTuple):
 
 def find_islands(plan: Plan, compute_dtype: np.dtype, taken: Collection[int]) -> list[Island]:
     """The islands of a plan, in order: runs of cheap equations, but for those taken, that are worth computing again."""
-    if not plan.touched:
-        return []
     jaxpr = open_jaxpr(plan.jaxpr)
+    sized = [(run, _largest_in_float32(plan, run)) for run in _runs(plan, taken)] if plan.touched else []
+    if not any(size > 1 for _, size in sized):
+        return []
     values: dict[Var, Value] = dict(zip(jaxpr.invars, plan.ins, strict=True))
     for i in range(len(plan.steps)):
         values.update(plan.values_of(i))
-    islands = [_island(plan, run) for run in _runs(plan, taken)]
-    return [island for island in islands if _pays(plan, island, values, compute_dtype)]
+    readers = _Readers(plan)
+    islands = [(_island(plan, run, readers), size) for run, size in sized if size > 1]
+    return [island for island, size in islands if _pays(island, size, values, compute_dtype)]
+
+
+class _Readers:
+    """Who reads each variable, and in which dtype; and which are constants that are spread where they are read."""
+
+    def __init__(self, plan: Plan):
+        jaxpr = open_jaxpr(plan.jaxpr)
+        self.constants = {
+            v for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True) if step.how is How.CONSTANT for v in eqn.outvars
+        }
+        self.of: dict[Var, list[tuple[int, np.dtype | None]]] = {}
+        reads = [(eqn.invars, step.reads) for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True)]
+        for i, (atoms, dtypes) in enumerate([*reads, (jaxpr.outvars, tuple(o.dtype for o in plan.outs))]):
+            for atom, dtype in zip(atoms, dtypes, strict=True):
+                if not isinstance(atom, Literal):
+                    self.of.setdefault(atom, []).append((i, dtype))
 
 
 def _runs(plan: Plan, taken: Collection[int]) -> Iterator[range]:
@@ -61,37 +80,29 @@ def _is_cheap(eqn: Any, step: Step, allowed: frozenset[str] = ELEMENTWISE | COMP
     return all(_is_cheap(e, s, allowed) for e, s in zip(open_jaxpr(body.jaxpr).eqns, body.steps, strict=True))
 
 
-def _island(plan: Plan, steps: range) -> Island:
-    jaxpr = open_jaxpr(plan.jaxpr)
-    constants = {
-        v for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True) if step.how is How.CONSTANT for v in eqn.outvars
-    }
-    made = {v for i in steps for v in jaxpr.eqns[i].outvars} - constants
-    ins = [v for i in steps for v in jaxpr.eqns[i].invars if not isinstance(v, Literal)]
-    read: dict[Var, set[np.dtype | None]] = {}
-    after = zip(jaxpr.eqns[steps.stop :], plan.steps[steps.stop :], strict=True)
-    for atoms, dtypes in [(e.invars, s.reads) for e, s in after] + [(jaxpr.outvars, [o.dtype for o in plan.outs])]:
-        for atom, dtype in zip(atoms, dtypes, strict=True):
-            if not isinstance(atom, Literal) and atom in made:
-                read.setdefault(atom, set()).add(dtype)
+def _island(plan: Plan, steps: range, readers: _Readers) -> Island:
+    eqns = [open_jaxpr(plan.jaxpr).eqns[i] for i in steps]
+    made = {v: None for eqn in eqns for v in eqn.outvars if v not in readers.constants}
+    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
+    outside = {v: {dtype for i, dtype in readers.of.get(v, ()) if i not in steps} for v in made}
+    outs = {v: dtypes for v, dtypes in outside.items() if dtypes}
     return Island(
         steps,
-        tuple(dict.fromkeys(v for v in ins if v not in made | constants)),
-        tuple(read),
-        tuple(dtypes.pop() if len(dtypes) == 1 else None for dtypes in read.values()),
+        tuple(dict.fromkeys(v for v in read if v not in made and v not in readers.constants)),
+        tuple(outs),
+        tuple(dtypes.pop() if len(dtypes) == 1 else None for dtypes in outs.values()),
     )
 
 
-def _pays(plan: Plan, island: Island, values: dict[Var, Value], compute_dtype: np.dtype) -> bool:
-    """Whether something bends in float32, and every operand of that size is low."""
-    size = max(map(_size_in_float32, (open_jaxpr(plan.jaxpr).eqns[i] for i in island.steps), _steps(plan, island)))
-    floats = [v for v in island.ins if float_dtype(v.aval) is not None and np.prod(v.aval.shape) >= size]
-    known = [v in values for v in floats]  # a closed-over array is not
-    return size > 1 and bool(floats) and all(known) and all(values[v].dtype == compute_dtype for v in floats)
+def _pays(island: Island, size: int, values: dict[Var, Value], compute_dtype: np.dtype) -> bool:
+    """Whether every operand as large as what bends in float32 is low; `values` lacks closed-over arrays."""
+    large = [v for v in island.ins if float_dtype(v.aval) is not None and _size(v.aval) >= size]
+    return bool(large) and all(v in values and values[v].dtype == compute_dtype for v in large)
 
 
-def _steps(plan: Plan, island: Island) -> list[Step]:
-    return [plan.steps[i] for i in island.steps]
+def _largest_in_float32(plan: Plan, steps: range) -> int:
+    eqns = open_jaxpr(plan.jaxpr).eqns
+    return max(_size_in_float32(eqns[i], plan.steps[i]) for i in steps)
 
 
 def _size_in_float32(eqn: Any, step: Step) -> int:
@@ -99,7 +110,12 @@ def _size_in_float32(eqn: Any, step: Step) -> int:
     if step.how is How.ENTER:
         body = step.bodies[0]
         return max(map(_size_in_float32, open_jaxpr(body.jaxpr).eqns, body.steps), default=0)
-    products = eqn.primitive.name in ("mul", "div") and not any(isinstance(v, Literal) for v in eqn.invars)
-    if not (products or eqn.primitive.name in BENDS) or step.outs[0].dtype != np.float32:
+    of_two = eqn.primitive.name in PRODUCTS and not any(isinstance(v, Literal) for v in eqn.invars)
+    if not (of_two or eqn.primitive.name in BENDS) or step.outs[0].dtype != np.float32:
         return 0
-    return eqn.outvars[0].aval.size
+    return _size(eqn.outvars[0].aval)
+
+
+def _size(aval: Any) -> int:
+    """The number of entries; 0 if it is not known, as when a program is exported for any batch."""
+    return math.prod(aval.shape) if all(isinstance(size, int) for size in aval.shape) else 0

@@ -56,6 +56,7 @@ class How(enum.Enum):
     EACH = "each operand in the dtype it is held in"
     BUFFER = "in the dtype of its first operand"
     ALIAS = "a cast that has nothing to do"
+    FOLDED = "a transpose that the matmul before it has made"
     CONSTANT = "a literal, spread in the dtype that its reader wants"
     RULE = "as a user's rule says"
     ENTER = "its inside is planned"

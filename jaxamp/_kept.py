@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util as jtu
 
-from ._amp import PolicyLike, _check_function, amp
+from ._amp import PolicyLike, amp, check_function
 from ._compat import Literal, open_jaxpr
 from ._residuals import Keep
 
@@ -41,7 +41,7 @@ def bytes_kept(
     >>> kept.before > 3 * kept.after
     True
     """
-    _check_function("bytes_kept", fn)
+    check_function("bytes_kept", fn)
     mixed = amp(fn, compute_dtype=compute_dtype, amp_policy=amp_policy, keep=keep)
 
     def kept(*args: Any, **kwargs: Any) -> BytesKept:
@@ -61,7 +61,11 @@ def _bytes_kept(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     def pullback(moving: Any, arrays: Any) -> list[Any]:
         fixed, rest, kwargs = eqx.combine(arrays, static)
-        return jtu.tree_leaves(jax.vjp(lambda first: fn(eqx.combine(first, fixed), *rest, **kwargs), moving)[1])
+
+        def results(moving: Any) -> Any:
+            return eqx.filter(fn(eqx.combine(moving, fixed), *rest, **kwargs), _is_float)
+
+        return jtu.tree_leaves(jax.vjp(results, moving)[1])
 
     closed = jax.make_jaxpr(pullback)(moving, arrays)
     jaxpr = open_jaxpr(closed)

@@ -17,7 +17,7 @@ from jax import lax
 
 from ._attention import ATTENTION, takes_part
 from ._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
-from ._facts import MOVES
+from ._facts import MOVES, REARRANGES
 from ._higher_order import Entry
 from ._judge import How, Judge, Path, Verdict
 from ._matmul import has_mixed, order_when_swapped, with_operands_swapped
@@ -99,7 +99,7 @@ class Planner:
 
     def _demands(self, eqn: Any, verdict: Verdict, results: list[bool], path: Path) -> list[bool]:
         match verdict.how:
-            case How.ORIGINAL | How.CONSTANT:
+            case How.ORIGINAL | How.CONSTANT | How.FOLDED:  # the last is no verdict: it is planned below
                 return [True] * len(eqn.invars)
             case How.LOW | How.RULE:
                 return [False] * len(eqn.invars)
@@ -210,7 +210,7 @@ class Planner:
             if not isinstance(a, Literal) and v.dtype is not None
         ]
         match how:
-            case How.ORIGINAL | How.CONSTANT:
+            case How.ORIGINAL | How.CONSTANT | How.FOLDED:
                 return written()
             case How.LOW if eqn.primitive in ATTENTION:
                 part, _ = takes_part(eqn.primitive, eqn.params)
@@ -312,12 +312,12 @@ class Planner:
 
 
 def _only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
-    """The variables that are results of the function and nothing else, as they are or moved."""
+    """The variables that are results of the function and nothing else, as they are or rearranged."""
     found = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if own and not isinstance(v, Literal)}
     read = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if not own and not isinstance(v, Literal)}
     found -= read
     for eqn in reversed(jaxpr.eqns):
-        passes_on = eqn.primitive.name in MOVES and all(v in found for v in eqn.outvars)
+        passes_on = eqn.primitive.name in REARRANGES and all(v in found for v in eqn.outvars)
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 continue
@@ -336,7 +336,11 @@ def _widened(step: Step, dtype: np.dtype | None) -> Step:
 
 
 def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
-    """Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in."""
+    """Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in.
+
+    A matrix times a vector has no axes to order. Its operands are swapped too, so that `vmap` from outside puts the
+    mapped axis first, where activations have it.
+    """
     readers: dict[Var, list[int | None]] = {}
     for i, eqn in [*enumerate(jaxpr.eqns), (None, jaxpr)]:
         for atom in eqn.outvars if i is None else eqn.invars:
@@ -346,7 +350,7 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
         if step.how is not How.LOW or (order := order_when_swapped(eqn)) is None:
             continue
         if order == tuple(range(len(order))):
-            if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:  # a matrix and a vector, to be mapped from outside
+            if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:
                 steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
             continue
         found = readers.get(eqn.outvars[0], [])
@@ -359,7 +363,7 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
             and after.reads[0] == step.outs[0].dtype
         ):
             steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
-            steps[found[0]] = after._replace(how=How.ALIAS, reason="folded into the matmul before it", touched=True)
+            steps[found[0]] = after._replace(how=How.FOLDED, reason="folded into the matmul before it", touched=True)
 
 
 def _wanted_results(entry: Entry, outs: Sequence[Standing], wanted: Sequence[bool]) -> list[bool]:

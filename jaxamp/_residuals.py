@@ -24,13 +24,16 @@ def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
     return primitive.name not in CHEAP or (primitive is HELD and params["here"])
 
 
-def keeping_little(fun: Callable[..., Any], written: Jaxpr, in_loop: bool) -> Callable[..., Any]:
-    """A function, such that little is kept of it; as it is if the user's own program, `written`, has a checkpoint.
+def may_keep_little(written: Jaxpr) -> bool:
+    """Whether a program of the user's may become a checkpoint: not with one of theirs in it, nor with effects."""
+    return not (_has_checkpoint(written) or open_jaxpr(written).effects)
+
+
+def keeping_little(fun: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
+    """A function, such that little is kept of it.
 
     In a loop nothing can be merged with the first computation of a value, and barriers against that would only cost.
     """
-    if _has_checkpoint(written) or open_jaxpr(written).effects:
-        return fun
     return jax.checkpoint(fun, policy=keeps, prevent_cse=not in_loop)
 
 

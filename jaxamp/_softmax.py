@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 
 from ._compat import Literal, Var, open_jaxpr
+from ._judge import How
 from ._layout import round_and_hold
-from ._plan import Plan
-
-_SPREADS = ("broadcast_in_dim", "reshape", "expand_dims")
+from ._plan import Plan, Step
 
 
 class Softmax(NamedTuple):
@@ -41,28 +40,44 @@ def find_softmaxes(plan: Plan, low: np.dtype) -> list[Softmax]:
 
 
 def _softmax(plan: Plan, i: int, readers: dict[Var, list[np.dtype | None]], low: np.dtype) -> Softmax | None:
-    exp, total, spread, div = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
-    if (
-        total.primitive is not lax.reduce_sum_p
-        or spread.primitive.name not in _SPREADS
-        or div.primitive is not lax.div_p
-    ):
+    exp, total, spread, div = eqns = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
+    if (total.primitive, div.primitive) != (lax.reduce_sum_p, lax.div_p) or isinstance(exp.invars[0], Literal):
         return None
     powers, axes = exp.outvars[0], tuple(map(int, total.params["axes"]))
-    kept = tuple(1 if axis in axes else size for axis, size in enumerate(powers.aval.shape))
     chained = (
         total.invars[0] is powers
         and spread.invars[0] is total.outvars[0]
         and div.invars[0] is powers
         and div.invars[1] is spread.outvars[0]
-        and spread.outvars[0].aval.shape in (kept, powers.aval.shape)
+        and _keeps_places(spread, powers.aval.shape, axes)
     )
     alone = [len(readers.get(eqn.outvars[0], ())) for eqn in (exp, total, spread)] == [2, 1, 1]
-    wide = all(plan.steps[i + k].outs[0].dtype == np.float32 for k in range(4))
+    plain = exp.params.get("accuracy") is None and total.params.get("out_sharding") is None
     narrow = set(readers.get(div.outvars[0], ())) == {low}
-    if not (chained and alone and wide and narrow) or isinstance(exp.invars[0], Literal):
-        return None
-    return Softmax(range(i, i + 4), exp.invars[0], div.outvars[0], axes)
+    wide = all(_is_free_to_change(plan.steps[i + k]) for k in range(4))
+    return (
+        Softmax(range(i, i + 4), exp.invars[0], eqns[3].outvars[0], axes)
+        if (chained and alone and plain and narrow and wide)
+        else None
+    )
+
+
+def _keeps_places(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Whether a sum over `axes` is repeated along just these."""
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    if spread.primitive is lax.reshape_p:
+        return spread.outvars[0].aval.shape == kept
+    others = tuple(axis for axis in range(len(shape)) if axis not in axes)
+    return (
+        spread.primitive is lax.broadcast_in_dim_p
+        and spread.outvars[0].aval.shape in (kept, shape)
+        and tuple(map(int, spread.params["broadcast_dimensions"])) == others
+    )
+
+
+def _is_free_to_change(step: Step) -> bool:
+    """Whether an operation is float32 for its own sake, and neither by a user's rule nor in a scope that pins it."""
+    return step.how is How.ORIGINAL and step.outs[0].dtype == np.float32 and not isinstance(step.key, str | tuple)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
