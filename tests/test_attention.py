@@ -118,29 +118,25 @@ def written_out(ct, q, k, v, bias=None, mask=None, **options):
 
 
 FULL = (BATCH, HEADS, TOKENS, KEYS)
-SPREADS = {  # each way in which a bias or a mask may be repeated
-    "x".join(str(size) for size in shape): shape
-    for shape in np.ndindex(2, 2, 2, 2)
-    for shape in [tuple(np.where(shape, FULL, 1).tolist())]
-}
 CASES = {
     "plain": {},
-    "causal": {"is_causal": True},
-    "scale": {"scale": 0.7},
-    "mask": {"mask": booleans(4, *FULL)},
+    "scale, causal": {"scale": 0.7, "is_causal": True},
+    "mask of each head": {"mask": booleans(4, 1, HEADS, TOKENS, KEYS)},
     "padding mask": {"mask": booleans(5, BATCH, 1, 1, KEYS)},
-    "mask of a head": {"mask": booleans(6, 1, HEADS, TOKENS, KEYS), "is_causal": True},
     "lengths": LENGTHS,
-    "lengths of keys": {"key_value_seq_lengths": LENGTHS["key_value_seq_lengths"]},
-    "lengths of queries": {"query_seq_lengths": LENGTHS["query_seq_lengths"]},
-    "window": {"local_window_size": (2, 5)},
+    "lengths of keys, one head of keys": {"heads": 1, "key_value_seq_lengths": LENGTHS["key_value_seq_lengths"]},
+    "lengths of queries, window": {"query_seq_lengths": LENGTHS["query_seq_lengths"], "local_window_size": (2, 5)},
     "window on both sides": {"local_window_size": 5},
-    "window and causal": {"local_window_size": (3, 0), "is_causal": True},
-    "grouped": {"heads": 2},
-    "one head of keys": {"heads": 1, "is_causal": True},
-    "grouped, with a bias": {"heads": 2, "bias": normal(7, BATCH, HEADS, 1, KEYS)},
-    "bias and mask and lengths": {"bias": BIAS, "mask": booleans(8, BATCH, 1, TOKENS, 1).at[:].set(True), **LENGTHS},
+    "window, causal": {"local_window_size": (3, 0), "is_causal": True},
+    "grouped, bias": {"heads": 2, "bias": normal(7, BATCH, HEADS, 1, KEYS)},
+    "bias, mask, lengths": {"bias": normal(7, *FULL), "mask": booleans(8, *FULL), **LENGTHS},
 }
+IN_LOW = [
+    ("padding mask", jnp.bfloat16),
+    ("grouped, bias", jnp.float16),
+    ("bias, mask, lengths", jnp.bfloat16),
+    ("bias, mask, lengths", jnp.float16),
+]
 
 
 def case(options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -180,47 +176,34 @@ def assert_near_float64(options, dtype):
     assert largest_error(found, expected) < bounds(dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, *LOWS])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_near_float64(name, dtype):
-    assert_near_float64(CASES[name], dtype)
+def test_values_and_gradients_are_near_float64(name):
+    assert_near_float64(CASES[name], jnp.float32)
 
 
-@pytest.mark.parametrize("shape", SPREADS.values(), ids=SPREADS)
-def test_a_bias_of_each_shape_has_its_gradient(shape):
-    if shape[3] == 1:  # the same for all keys: its gradient is zero, and the others' are those without it
-        bias = normal(10, *shape)
-        found = value_and_gradients(attend, [*QKV, bias])
-        expected = written_out(normal(9, *Q.shape), *QKV)
-        assert largest_error((found[0], found[1][:3]), expected) < bounds(jnp.float32)
-        assert float(jnp.abs(found[1][3]).max()) < 1e-5
-    else:
-        assert_near_float64({"bias": normal(10, *shape)}, jnp.float32)
+@pytest.mark.parametrize(("name", "low"), IN_LOW)
+def test_values_and_gradients_under_amp_are_near_float64(name, low):
+    assert_near_float64(CASES[name], low)
 
 
-@both
-@pytest.mark.parametrize("shape", [(1, 1, 1, KEYS), (BATCH, 1, TOKENS, KEYS), FULL])
-def test_a_bias_under_amp_has_its_gradient(shape, low):
-    assert_near_float64({"bias": normal(10, *shape)}, low)
-
-
-@pytest.mark.parametrize("shape", SPREADS.values(), ids=SPREADS)
-def test_a_mask_of_each_shape_hides_what_it_says(shape):
-    mask = booleans(11, *shape)
-    out = jax.jit(attend)(*QKV, mask=mask)
-    assert error(out, written_out(Q, *QKV, mask=mask)[0]) < bounds(jnp.float32)
+@pytest.mark.parametrize("shape", [(1, 1, 1, KEYS), (1, HEADS, TOKENS, 1)])
+def test_a_bias_repeated_along_many_axes_has_the_sum_of_gradients(shape):
+    bias = normal(10, *shape)
+    out, gradients = value_and_gradients(attend, [*QKV, bias])
+    expected, wanted = written_out(normal(9, *Q.shape), *QKV, bias)
+    assert largest_error((out, *gradients[:3]), (expected, *wanted[:3])) < bounds(jnp.float32)
+    assert gradients[3].shape == shape
+    assert np.allclose(gradients[3], wanted[3], atol=1e-5)  # it is zero where all keys have the same bias
 
 
 def test_a_token_that_sees_nothing_is_what_jax_makes_of_it():
     mask = booleans(12, *FULL).at[0, 1, 2].set(False)
-    found, expected = (
-        value_and_gradients(functools.partial(fn, mask=mask), QKV) for fn in (attend, jax.nn.dot_product_attention)
-    )
+    found, expected = (jax.jit(fn)(*QKV, mask=mask) for fn in (attend, jax.nn.dot_product_attention))
     assert largest_error(found, expected) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, *LOWS])
-def test_operands_without_a_batch(dtype):
+def test_operands_without_a_batch():
+    dtype = jnp.bfloat16
     moving = [Q[0], K[0], V[0], BIAS[0]]
     found = value_and_gradients(jaxamp.amp(attend, compute_dtype=dtype), moving)
     out, gradients = written_out(normal(9, *Q.shape[1:])[None], *(x[None] for x in moving))
@@ -240,11 +223,12 @@ def test_a_traced_scale_has_a_gradient():
     assert error(out, written_out(Q, *QKV, scale=0.7)[0]) < bounds(jnp.float32)
 
 
-@pytest.mark.parametrize("options", [{}, LENGTHS, {"is_causal": True}], ids=["plain", "lengths", "causal"])
-@pytest.mark.parametrize("operands", [QKV, tuple(x[0] for x in QKV)], ids=["batch", "no batch"])
+@pytest.mark.parametrize(
+    ("operands", "options"),
+    [(QKV, LENGTHS), (tuple(x[0] for x in QKV), {"is_causal": True})],
+    ids=["lengths", "no batch, causal"],
+)
 def test_the_residual_is_that_of_jax(operands, options):
-    if operands[0].ndim == 3:
-        options = {k: v[:1] if k in LENGTHS else v for k, v in options.items()}
     found, expected = (
         jax.jit(functools.partial(fn, return_residual=True, **options))(*operands)
         for fn in (attend, jax.nn.dot_product_attention)
@@ -253,68 +237,82 @@ def test_the_residual_is_that_of_jax(operands, options):
     assert largest_error(found, expected) < 1e-6
 
 
-def test_the_residual_has_no_gradient_and_is_exact_under_amp():
-    residual = jaxamp.amp(lambda *qkv: attend(*qkv, return_residual=True)[1], compute_dtype=jnp.float16)
-    expected = jax.nn.dot_product_attention(*QKV, return_residual=True)[1]
-    assert error(jax.jit(residual)(*QKV), expected) < 5e-4
-    gradients = jax.jit(jax.grad(lambda *qkv: jnp.sum(residual(*qkv)), argnums=(0, 1, 2)))(*QKV)
-    assert all(not np.any(g) for g in gradients)
+def test_the_residual_has_no_gradient():
+    residual = jaxamp.amp(lambda q: jnp.sum(attend(q, K, V, return_residual=True)[1]), compute_dtype=jnp.bfloat16)
+    assert not np.any(jax.jit(jax.grad(residual))(Q))
 
 
-# -- derivatives of each order, against jax.nn's in float32
+# -- derivatives of each order
 
 
 def loss_of(fn, *args, **options):
     return jnp.sum(jnp.sin(fn(*args, **options)))
 
 
-def of_order(second):
-    """A transform of a loss, and the bounds that it holds in float32, bfloat16 and float16."""
-    return {
-        "jvp": lambda f: lambda *a: jax.jvp(f, a, a)[1],
-        "jvp of one operand": lambda f: lambda *a: jax.jvp(lambda k: f(a[0], k, *a[2:]), a[1:2], a[1:2])[1],
-        "linearize": lambda f: lambda *a: jax.linearize(f, *a)[1](*a),
-        "jvp of grad": lambda f: lambda *a: jax.jvp(jax.grad(f, argnums=tuple(range(len(a)))), a, a)[1],
-        "grad of jvp": lambda f: jax.grad(lambda *a: jax.jvp(f, a, a)[1], argnums=(0, 3)),
-        "grad of grad": lambda f: jax.grad(
-            lambda *a: sum(jnp.sum(g**2) for g in jax.grad(f, (0, 1, 3))(*a)), (1, 2, 3)
-        ),
-        "jvp of jvp": lambda f: lambda *a: jax.jvp(lambda *a: jax.jvp(f, a, a)[1], a, a)[1],
-    }[second]
+def written_out_gradients(*moving, **options):
+    """Those of `loss_of`, in float64."""
+    out, _ = written_out(Q, *moving, **options)
+    return written_out(np.cos(out), *moving, **options)[1]
 
 
-ORDERS = "jvp", "jvp of one operand", "linearize", "jvp of grad", "grad of jvp", "grad of grad", "jvp of jvp"
+def written_out_change(*moving, **options):
+    """How the gradients of `loss_of` change along the operands themselves, in float64: a central difference."""
+    moving, step = [np.asarray(x, np.float64) for x in moving], 1e-5
+    ahead, behind = (written_out_gradients(*((1 + s) * x for x in moving), **options) for s in (step, -step))
+    return tuple((a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, **LENGTHS}], ids=["plain", "causal, lengths"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_derivatives_are_those_of_jax(order, options):
-    found, expected = (
-        jax.jit(of_order(order)(functools.partial(loss_of, fn, **options)))(*QKV, BIAS)
-        for fn in (attend, jax.nn.dot_product_attention)
-    )
+DERIVATIVES = {
+    "jvp": lambda f: lambda *a: jax.jvp(f, a, a)[1],
+    "jvp of one operand": lambda f: lambda *a: jax.jvp(lambda k: f(a[0], k, *a[2:]), a[1:2], a[1:2])[1],
+    "jvp of grad": lambda f: lambda *a: jax.jvp(jax.grad(f, argnums=(0, 1, 2, 3)), a, a)[1],
+    "grad of jvp": lambda f: jax.grad(lambda *a: jax.jvp(f, a, tuple(map(lax.stop_gradient, a)))[1], (0, 1, 2, 3)),
+}
+
+
+def expected_derivative(name, **options):
+    gradients = written_out_gradients(*QKV, BIAS, **options)
+    if name == "jvp of one operand":
+        return np.vdot(gradients[1], K)
+    if "grad" not in name:
+        return sum(np.vdot(g, x) for g, x in zip(gradients, (*QKV, BIAS), strict=True))
+    return written_out_change(*QKV, BIAS, **options)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_forward_mode_and_second_order_are_near_float64(name):
+    options = {"is_causal": True, **LENGTHS}
+    derivative = DERIVATIVES[name](functools.partial(loss_of, attend, **options))
+    assert largest_error(jax.jit(derivative)(*QKV, BIAS), expected_derivative(name, **options)) < 1e-5
+
+
+def test_a_gradient_of_gradients_is_that_of_jax():
+    def second(fn):
+        grad = jax.grad(functools.partial(loss_of, fn), argnums=(0, 1, 3))
+        return jax.grad(lambda *a: sum(jnp.sum(g**2) for g in grad(*a)), argnums=(0, 1, 2, 3))
+
+    found, expected = (jax.jit(second(fn))(*QKV, BIAS) for fn in (attend, jax.nn.dot_product_attention))
     assert largest_error(found, expected) < 1e-5
 
 
-@both
-@pytest.mark.parametrize("inside", [False, True], ids=["of amp", "in amp"])
-@pytest.mark.parametrize("order", ["jvp", "jvp of grad", "grad of grad"])
-def test_derivatives_under_amp_are_near_those_of_jax(order, inside, low):
-    amp, derive = functools.partial(jaxamp.amp, compute_dtype=low), of_order(order)
+@pytest.mark.parametrize(
+    ("name", "inside", "low"),
+    [("jvp", False, jnp.float16), ("jvp of grad", False, jnp.bfloat16), ("jvp of grad", False, jnp.float16)]
+    + [("jvp of grad", True, jnp.bfloat16)],
+)
+def test_forward_mode_and_second_order_under_amp_are_near_float64(name, inside, low):
+    amp, derive = functools.partial(jaxamp.amp, compute_dtype=low), DERIVATIVES[name]
     loss = functools.partial(loss_of, attend)
     found = jax.jit(amp(derive(loss)) if inside else derive(amp(loss)))(*QKV, BIAS)
-    expected = jax.jit(derive(functools.partial(loss_of, jax.nn.dot_product_attention)))(*QKV, BIAS)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
-    assert largest_error(found, expected) < 3 * bounds(low)
+    assert largest_error(found, expected_derivative(name)) < 2 * bounds(low)
 
 
-@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
-def test_jacobians_are_those_of_jax(jacobian):
+def test_jacobians_are_those_of_jax():
     small = Q[:1, :2, :2, :2], K[:1, :3, :1, :2], V[:1, :3, :1, :2], BIAS[:, :2, :2, :3]
-    found, expected = (
-        jax.jit(jacobian(fn, argnums=(0, 1, 2, 3)))(*small) for fn in (attend, jax.nn.dot_product_attention)
-    )
-    assert largest_error(found, expected) < 1e-5
+    expected = jax.jit(jax.jacrev(jax.nn.dot_product_attention, argnums=(0, 1, 2, 3)))(*small)
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        assert largest_error(jax.jit(jacobian(attend, argnums=(0, 1, 2, 3)))(*small), expected) < 1e-5
 
 
 # -- transforms
@@ -339,71 +337,77 @@ OPERANDS = {
 }
 
 
-def loss_and_gradients(*operands, fn=attend):
-    q, k, v, bias, mask, *lengths = operands
-
+def gradients_of(q, k, v, bias, mask, *lengths):
     def loss(q, k, v, bias):
-        return loss_of(fn, q, k, v, bias, mask, **dict(zip(LENGTHS, lengths, strict=True)))
+        return loss_of(attend, q, k, v, bias, mask, **dict(zip(LENGTHS, lengths, strict=True)))
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
+    return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
 
 
-def assert_mapped_is_looped(fn, axes, size=3, bound=1e-5):
+def expected_gradients(q, k, v, bias, mask, *lengths, of=written_out_gradients):
+    return of(q, k, v, bias, mask=mask, **dict(zip(LENGTHS, lengths, strict=True)))
+
+
+def assert_mapped_is_looped(fn, expected, axes, bound=1e-5, size=3):
     """`vmap` over axes, where they are not None, gives what a loop over them gives."""
     args = [x if a is None else stacked(x, a, size) for x, a in zip(OPERANDS.values(), axes, strict=True)]
     mapped = jax.jit(jax.vmap(fn, axes))(*args)
-    jitted = jax.jit(fn)
     for i in range(size):
-        one = [x if a is None else jnp.take(x, i, a) for x, a in zip(args, axes, strict=True)]
-        assert largest_error(jax.tree.map(lambda x, i=i: x[i], mapped), jitted(*one)) < bound
+        one = [x if a is None else np.take(np.asarray(x), i, a) for x, a in zip(args, axes, strict=True)]
+        assert largest_error(jax.tree.map(lambda x, i=i: x[i], mapped), expected(*one)) < bound
 
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_vmap_over_one_operand_is_a_loop(name):
     """The others, the bias among them, are not mapped: their gradients are each example's own."""
     place = -1 if name in LENGTHS else 1
-    assert_mapped_is_looped(loss_and_gradients, [place if other == name else None for other in OPERANDS])
+    axes = [place if other == name else None for other in OPERANDS]
+    assert_mapped_is_looped(gradients_of, expected_gradients, axes)
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0, 0, 0, 0), (3, 1, 2, 4, 2, 1, 1), (4, 4, 4, None, 4, 1, None)])
-def test_vmap_over_many_operands_is_a_loop(axes):
-    assert_mapped_is_looped(loss_and_gradients, axes)
+def test_vmap_over_all_operands_is_a_loop():
+    assert_mapped_is_looped(gradients_of, expected_gradients, (3, 1, 2, 4, 0, 1, 0))
 
 
 def test_vmap_of_vmap_is_two_loops():
+    pair = lambda q, v: [(q, v), (-q, v + np.float32(1))]
+
     def inner(q, k, v, bias, mask, *lengths):
-        mapped = jax.vmap(loss_and_gradients, (1, None, 0, None, None, None, None))
-        return mapped(jnp.stack([q, -q], 1), k, jnp.stack([v, v + 1.0]), bias, mask, *lengths)
+        qs, vs = (jnp.stack(xs, axis) for xs, axis in zip(zip(*pair(q, v), strict=True), (1, 0), strict=True))
+        return jax.vmap(gradients_of, (1, None, 0, None, None, None, None))(qs, k, vs, bias, mask, *lengths)
 
-    assert_mapped_is_looped(inner, (None, 2, None, 1, 0, None, 0))
+    def expected(q, k, v, *rest):
+        found = [expected_gradients(q, k, v, *rest) for q, v in pair(q, v)]
+        return tuple(map(np.stack, zip(*found, strict=True)))
 
-
-def test_vmap_of_a_tangent_and_of_second_order_is_a_loop():
-    def second(q, k, v, bias, mask, *lengths):
-        gradients = lambda *moving: loss_and_gradients(*moving, mask, *lengths)
-        return jax.jvp(gradients, (q, k, v, bias), (q, k, v, bias))
-
-    assert_mapped_is_looped(second, (0, None, 1, None, None, None, 0))
-    assert_mapped_is_looped(second, (None, None, None, 4, None, None, None))
+    assert_mapped_is_looped(inner, expected, (None, 2, None, 1, 0, None, 0), size=2)
 
 
-@pytest.mark.parametrize("shape", [(BATCH, 1, 1, KEYS), (1, HEADS, TOKENS, 1), FULL])
-@pytest.mark.parametrize("axis", [None, 0, 3])
+def test_vmap_of_second_order_is_a_loop():
+    def second(q, k, v, bias, *rest):
+        moving = q, k, v, bias
+        return jax.jvp(lambda *moving: gradients_of(*moving, *rest), moving, moving)[1]
+
+    expected = functools.partial(expected_gradients, of=written_out_change)
+    assert_mapped_is_looped(second, expected, (0, None, 1, None, None, None, 0), size=2)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((BATCH, 1, 1, KEYS), None), ((1, 1, TOKENS, KEYS), None), (FULL, 3)])
 def test_gradients_per_example_of_a_bias(shape, axis):
-    """Of a bias that all examples share, or that each has its own of, repeated in the batch or not."""
-    bias, q = normal(14, *shape), stacked(Q, 0)
-    bias = bias if axis is None else stacked(bias, axis)
-    grad = jax.grad(lambda b, q: loss_of(attend, q, K, V, b * jnp.linspace(0.0, 1.0, KEYS)))
-    mapped = jax.jit(jax.vmap(grad, (axis, 0)))(bias, q)
-    assert mapped.shape == (3, *shape)
-    for i in range(3):
-        assert error(mapped[i], jax.jit(grad)(bias if axis is None else jnp.take(bias, i, axis), q[i])) < 1e-5
+    """Of a bias that all examples share, of a batch or not, and of one that each example has for itself."""
+    bias, q = normal(14, *shape), stacked(Q, 0, 2)
+    bias = bias if axis is None else stacked(bias, axis, 2)
+    mapped = jax.jit(jax.vmap(jax.grad(lambda b, q: loss_of(attend, q, K, V, b)), (axis, 0)))(bias, q)
+    assert mapped.shape == (2, *shape)
+    for i in range(2):
+        expected = written_out_gradients(q[i], K, V, bias if axis is None else np.take(np.asarray(bias), i, axis))[3]
+        assert error(mapped[i], expected) < 1e-5
 
 
 @both
 def test_vmap_under_amp_is_a_loop(low):
-    fn = jaxamp.amp(loss_and_gradients, compute_dtype=low)
-    assert_mapped_is_looped(fn, (0, None, 1, None, 0, None, 0), size=2, bound=bounds(low))
+    fn = jaxamp.amp(gradients_of, compute_dtype=low)
+    assert_mapped_is_looped(fn, expected_gradients, (0, None, 1, None, 0, None, 0), 4 * bounds(low), size=2)
     mapped = jaxamp.amp(jax.vmap(attend), compute_dtype=low)
     assert runs_in(mapped, *(stacked(x, 0) for x in QKV)) == {jnp.dtype(low).name}
 
@@ -421,11 +425,10 @@ def layers(ws, x, fn=attend):
 WEIGHTS, X = 0.2 * normal(15, 2, HEADS * WIDTH, 3 * HEADS * WIDTH), normal(16, BATCH, TOKENS, HEADS * WIDTH)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, *LOWS])
-def test_a_scan_over_layers_has_the_gradients_of_jax(dtype):
+def test_a_scan_over_layers_has_the_gradients_of_jax():
     expected = jax.jit(jax.grad(lambda w: layers(w, X, jax.nn.dot_product_attention)))(WEIGHTS)
-    found = jax.jit(jax.grad(jaxamp.amp(lambda w: layers(w, X), compute_dtype=dtype)))(WEIGHTS)
-    assert error(found, expected) < 10 * bounds(dtype)
+    found = jax.jit(jax.grad(jaxamp.amp(lambda w: layers(w, X), compute_dtype=jnp.bfloat16)))(WEIGHTS)
+    assert error(found, expected) < 2e-2
 
 
 def count(primitive: Any, jaxpr: Any) -> int:
@@ -439,38 +442,43 @@ def test_a_scan_under_amp_computes_no_attention_again():
     assert runs_in(jax.grad(amp), WEIGHTS) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "everything_saveable"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_checkpoint_has_the_same_gradients(policy, dtype):
-    amp = functools.partial(jaxamp.amp, compute_dtype=dtype)
+@pytest.mark.parametrize(
+    ("policy", "again"), [("nothing_saveable", 1), ("dots_saveable", 1), ("everything_saveable", 0)]
+)
+def test_a_checkpoint_computes_the_forward_half_again_or_keeps_it(policy, again):
+    amp = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
     checkpoint = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
     loss = functools.partial(loss_of, attend)
-    gradients = lambda fn: jax.grad(fn, argnums=(0, 1, 2, 3))
-    expected = jax.jit(gradients(amp(loss)))(*QKV, BIAS)
     for fn in (checkpoint(amp(loss)), amp(checkpoint(loss))):
-        jaxpr = jax.make_jaxpr(gradients(fn))(*QKV, BIAS)
-        assert count(module.BACKWARD, jaxpr) == 1
-        assert count(module.FORWARD, jaxpr) == (1 if policy == "everything_saveable" else 2)
-        assert largest_error(jax.jit(gradients(fn))(*QKV, BIAS), expected) < max(1e-6, bounds(dtype))
+        jaxpr = jax.make_jaxpr(jax.grad(fn))(*QKV, BIAS)
+        assert (count(module.FORWARD, jaxpr), count(module.BACKWARD, jaxpr)) == (1 + again, 1)
+        assert runs_in(jax.grad(fn), *QKV, BIAS) == {"bfloat16"}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("where", ["amp outside", "amp inside"])
-def test_in_shard_map_it_has_the_gradients_of_one_device(where, check_vma):
+@pytest.mark.parametrize(("policy", "inside"), [("nothing_saveable", True), ("dots_saveable", False)])
+def test_gradients_through_a_checkpoint_are_near_float64(policy, inside):
+    amp = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
+    checkpoint = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
+    loss = functools.partial(loss_of, attend)
+    fn = amp(checkpoint(loss)) if inside else checkpoint(amp(loss))
+    found = jax.jit(jax.grad(fn, argnums=(0, 1, 2, 3)))(*QKV, BIAS)
+    assert largest_error(found, written_out_gradients(*QKV, BIAS)) < bounds(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("inside", "check_vma"), [(False, True), (True, False)])
+def test_in_shard_map_it_has_the_gradients_of_one_device(inside, check_vma):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     amp = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
-    specs = P("data"), P("data"), P("data"), P()
 
     def loss(*operands):
         return lax.psum(loss_of(attend, *operands), "data")
 
+    specs = P("data"), P("data"), P("data"), P()
     shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-    fn = amp(shard(loss)) if where == "amp outside" else shard(amp(loss))
-    gradients = jax.grad(fn, argnums=(0, 1, 2, 3))
+    gradients = jax.grad(shard(amp(loss)) if inside else amp(shard(loss)), argnums=(0, 1, 2, 3))
     assert runs_in(gradients, *QKV, BIAS) == {"bfloat16"}
-    expected = jax.jit(jax.grad(functools.partial(loss_of, attend), argnums=(0, 1, 2, 3)))(*QKV, BIAS)
     found = jax.device_get(jax.jit(gradients)(*QKV, BIAS))
-    assert largest_error(found, jax.device_get(expected)) < bounds(jnp.bfloat16)
+    assert largest_error(found, written_out_gradients(*QKV, BIAS)) < bounds(jnp.bfloat16)
 
 
 # -- what amp makes of it
@@ -662,6 +670,7 @@ def test_a_precision_reaches_each_matmul_on_the_platform():
         assert all("precision = [HIGHEST, HIGHEST]" in line for line in matmuls)
 
 
+@pytest.mark.promotes  # jax.nn.dot_product_attention does
 def test_float64_is_left_alone():
     with jax.enable_x64(True):
         q, k, v, bias = (jnp.asarray(np.asarray(x, np.float64)) for x in (*QKV, BIAS))
@@ -697,7 +706,8 @@ def test_cudnn_on_a_gpu_that_runs_low_says_why_it_can_not():
     fn = functools.partial(attend, implementation="cudnn", local_window_size=2)
     message = (
         r"implementation='cudnn' of jaxamp.dot_product_attention: it has no window without a causal mask. Expected "
-        r"operands that cuDNN's fused attention takes; leave `implementation` out to get the plain one where it doesn't."
+        r"operands that cuDNN's fused attention takes; leave `implementation` out to get the plain one where it "
+        r"doesn't."
     )
     with pytest.raises(NotImplementedError, match=message):
         lowered(jaxamp.amp(fn), *QKV)
@@ -707,7 +717,7 @@ def test_cudnn_on_a_gpu_that_runs_low_says_why_it_can_not():
 
 
 @pytest.mark.parametrize("error_type", [NotImplementedError, RuntimeError, ValueError])
-def test_what_jax_says_of_cudnn_is_passed_on(error_type, monkeypatch):
+def test_what_jax_says_of_cudnn_is_passed_on_if_it_was_asked_for(error_type, monkeypatch):
     def refuses(*args, implementation=None, **options):
         if implementation == "cudnn":
             raise error_type("no such kernel")
@@ -715,12 +725,9 @@ def test_what_jax_says_of_cudnn_is_passed_on(error_type, monkeypatch):
 
     real = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuses)
-    for fn in (jaxamp.amp(attend), jaxamp.amp(jax.grad(functools.partial(loss_of, attend)))):
-        assert "dot_general" in lowered(fn, *QKV)
-    asked = functools.partial(attend, implementation="cudnn")
-    for fn in (jaxamp.amp(asked), jaxamp.amp(jax.grad(functools.partial(loss_of, asked)))):
-        with pytest.raises(NotImplementedError, match=r"jaxamp.dot_product_attention: no such kernel. Expected"):
-            lowered(fn, *QKV)
+    assert "dot_general" in lowered(jaxamp.amp(attend), *QKV)
+    with pytest.raises(NotImplementedError, match=r"jaxamp.dot_product_attention: no such kernel. Expected"):
+        lowered(jaxamp.amp(functools.partial(attend, implementation="cudnn")), *QKV)
 
 
 def test_xla_is_the_plain_one_on_each_platform(monkeypatch):
@@ -758,16 +765,15 @@ def test_wrong_arguments_get_the_message_of_jax(arguments, options):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_export_works_for_each_platform(platform, dtype):
+def test_export_works_for_each_platform(platform):
     """No device is known then: it is the plain one."""
-    grad = jax.jit(jax.grad(jaxamp.amp(functools.partial(loss_of, attend), compute_dtype=dtype), argnums=(0, 3)))
+    grad = jax.jit(jax.grad(jaxamp.amp(functools.partial(loss_of, attend), compute_dtype=jnp.bfloat16), argnums=(0, 3)))
     exported = jax.export.export(grad, platforms=[platform])(*QKV, BIAS)
     assert exported.platforms == (platform,)
     assert [x.shape for x in exported.out_avals] == [Q.shape, BIAS.shape]
     if platform == "cpu":
-        again = jax.export.deserialize(exported.serialize())
-        assert_same_bits(again.call(*QKV, BIAS), grad(*QKV, BIAS))
+        expected = written_out_gradients(*QKV, BIAS)
+        assert largest_error(exported.call(*QKV, BIAS), (expected[0], expected[3])) < bounds(jnp.bfloat16)
 
 
 # -- the fused attention: an even number of tokens, and a vjp cut in two
@@ -778,45 +784,35 @@ def params_of(given=(), **options):
     return {**defaults, **options, "given": tuple(given), "implementation": None}
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(5, 9), (5, 10), (6, 9), (1, 9), (1, 1)])
-@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "padding mask", "lengths"])
+@pytest.mark.parametrize(
+    ("kind", "tokens", "keys"),
+    [("causal", 5, 10), ("bias", 1, 1), ("repeated bias, mask", 5, 9), ("lengths", 5, 9)],
+)
 def test_an_even_number_of_tokens_gives_what_an_odd_one_does(kind, tokens, keys):
-    q, k, v = Q[:, :tokens], K[:, :keys], V[:, :keys]
-    lengths = {
-        "query_seq_lengths": jnp.array([tokens, max(tokens - 2, 1)], jnp.int32),
-        "key_value_seq_lengths": jnp.array([max(keys - 3, 1), keys], jnp.int32),
-    }
+    """The result and the gradients, in the plain attention."""
     rest = {
         "bias": {"bias": BIAS[:, :, :tokens, :keys]},
-        "padding mask": {"mask": booleans(18, BATCH, 1, 1, keys)},
-        "lengths": lengths,
+        "repeated bias, mask": {"bias": normal(18, HEADS, 1, keys)[None], "mask": booleans(18, BATCH, 1, 1, keys)},
+        "lengths": {
+            "query_seq_lengths": jnp.array([tokens, tokens - 2], jnp.int32),
+            "key_value_seq_lengths": jnp.array([keys - 3, keys], jnp.int32),
+        },
     }.get(kind, {})
-    primals = [q, k, v, *rest.values()]
-    params = params_of(rest, is_causal=kind == "causal")
-    padded, padded_params = module._padded_to_even(primals, params)
-    assert [x.shape[1] % 2 for x in padded[:3]] == [0, 0, 0]
-    assert set(padded_params["given"]) == set(rest) | set(LENGTHS)
+    primals = [Q[:, :tokens], K[:, :keys], V[:, :keys], *rest.values()]
+    padded, params = module._padded_to_even(primals, params_of(rest, is_causal=kind == "causal"))
+    assert {x.shape[1] % 2 for x in padded[:3]} == {0}
+    assert set(params["given"]) == {*rest, *LENGTHS}
 
-    (out, lse), (wide, wide_lse) = (
-        module._plain_forward(*primals, **params),
-        module._plain_forward(*padded, **padded_params),
-    )
-    assert error(wide[:, :tokens], out) < 1e-6
-    whole = slice(None) if kind != "lengths" else lengths["query_seq_lengths"].min()
-    assert (
-        error(
-            wide_lse[:, :tokens][:, : None if kind != "lengths" else whole],
-            lse[:, : None if kind != "lengths" else whole],
-        )
-        < 1e-6
-    )
+    @jax.jit
+    def both_passes(padded, ct):
+        out, lse = module._plain_forward(*padded, **params)
+        return out, module._plain_backward(*padded, out, lse, ct, bias_moves="bias" in rest, **params)
 
-    moves, ct = kind == "bias", normal(19, *q.shape)
-    expected = module._plain_backward(*primals, out, lse, ct, bias_moves=moves, **params)
-    pad = [module._pad(x, {1}) for x in (out, lse, ct)]
-    found = module._plain_backward(*padded, *pad, bias_moves=moves, **padded_params)
-    for x, y in zip(found, expected, strict=True):
-        assert np.allclose(module._cut(x, y.shape), y, atol=1e-6)
+    ct = normal(19, *primals[0].shape)
+    out, gradients = both_passes(padded, module._pad(ct, {1}))
+    of_odd, gradients_of_odd = written_out(ct, *primals[:3], is_causal=kind == "causal", **rest)
+    for found, expected in zip((out, *gradients), (of_odd, *gradients_of_odd), strict=True):
+        assert np.allclose(module._cut(found, expected.shape), expected, atol=1e-5)
 
 
 def test_an_even_number_of_tokens_is_left_alone():
@@ -840,7 +836,7 @@ class LookAlike:
     def __call__(self, q, k, v, bias=None, mask=None, *, implementation=None, **options):
         if implementation != "cudnn":
             return self.real(q, k, v, bias, mask, implementation=implementation, **options)
-        self.seen.append((q, k, v, bias, mask, options))
+        self.seen.append((q, k, v, bias, mask, dict(options)))
         given = {"bias": bias, "mask": mask, **{name: options.pop(name, None) for name in LENGTHS}}
         return self._fused(options)(q, k, v, {name: x for name, x in given.items() if x is not None})
 
@@ -899,61 +895,63 @@ def lows(*arrays: Any, low: Any = jnp.bfloat16) -> list[jax.Array]:
     return [x.astype(low) if x.dtype == jnp.float32 else x for x in arrays]
 
 
-SPLITS = {"plain": [], "bias": [BIAS], "repeated bias": [normal(20, BATCH, 1, 1, KEYS)]}
+def fused_forward(primals, params):
+    return jax.jit(functools.partial(module._fused_forward, **params))(*primals)
 
 
-@both
-@pytest.mark.parametrize("kind", SPLITS)
-def test_the_halves_are_the_forward_and_the_backward_pass(kind, low, look_alike):
-    rest, ct = SPLITS[kind], normal(9, *Q.shape)
-    params, primals = params_of(["bias"] * len(rest)), [*lows(*QKV, low=low), *rest]
-    out, lse = jax.jit(functools.partial(module._fused_forward, **params))(*primals)
-    wide_out, wide_lse = module._plain_forward(*(x.astype(jnp.float32) for x in primals), **params)
-    assert (out.dtype, lse.dtype) == (low, jnp.float32)
-    assert error(out, wide_out) < bounds(low)
-    assert error(lse, wide_lse) < (1e-6 if not rest else bounds(low))  # cuDNN wants the bias low
-    back = functools.partial(module._fused_backward, bias_moves=bool(rest), **params)
-    found = jax.jit(back)(*primals, out, lse, ct.astype(low))
-    assert [x.dtype for x in found] == [x.dtype for x in primals]
-    assert largest_error(tuple(found), written_out(ct, *primals)[1]) < 2 * bounds(low)
+def fused_backward(primals, params, *rest):
+    moves = "bias" in params["given"]
+    return tuple(jax.jit(functools.partial(module._fused_backward, bias_moves=moves, **params))(*primals, *rest))
+
+
+@pytest.mark.parametrize(
+    ("low", "heads", "rest"),
+    [(jnp.float16, HEADS, []), (jnp.bfloat16, 2, [BIAS]), (jnp.bfloat16, HEADS, [normal(20, BATCH, 1, 1, KEYS)])],
+    ids=["plain", "grouped, bias", "repeated bias"],
+)
+def test_the_halves_are_the_forward_and_the_backward_pass(low, heads, rest, look_alike):
+    params = params_of(["bias"] * len(rest))
+    primals = [*lows(Q, K[:, :, :heads], V[:, :, :heads], low=low), *rest]
+    out, lse = fused_forward(primals, params)
     assert look_alike.seen
-
-
-def test_grouped_heads_are_split_too(look_alike):
-    primals = lows(Q, K[:, :, :2], V[:, :, :2])
-    out, lse = module._fused_forward(*primals, **params_of())
-    found = module._fused_backward(*primals, out, lse, lows(Q)[0], bias_moves=False, **params_of())
-    assert largest_error(tuple(found), written_out(Q, *primals)[1]) < 2 * bounds(jnp.bfloat16)
+    assert (out.dtype, lse.dtype, lse.shape) == (low, jnp.float32, Q.shape[:3])
+    _, wide_lse = jax.jit(functools.partial(module._wide, module.FORWARD, **params))(*primals)
+    assert error(lse, wide_lse) < (1e-6 if not rest else bounds(low))  # cuDNN wants the bias low
+    ct = normal(9, *Q.shape).astype(low)
+    gradients = fused_backward(primals, params, out, lse, ct)
+    assert [x.dtype for x in gradients] == [x.dtype for x in primals]
+    assert largest_error((out, gradients), written_out(ct, *primals)) < bounds(low)
 
 
 def test_the_backward_half_uses_the_result_and_the_sums_that_it_is_given(look_alike):
-    primals, params = lows(*QKV), params_of()
-    out, lse = module._fused_forward(*primals, **params)
+    primals, params, ct = lows(*QKV), params_of(), lows(normal(9, *Q.shape))[0]
+    out, lse = fused_forward(primals, params)
     back = jax.jit(functools.partial(module._fused_backward, bias_moves=False, **params))
-    ct = lows(normal(9, *Q.shape))[0]
-    dq, dk, dv = back(*primals, out, lse, ct)
-    q2, k2, v2 = back(*primals, out, lse + np.float32(np.log(2.0)), ct)  # each weight is halved
-    for found, whole in ((q2, dq), (k2, dk), (v2, dv)):
-        assert error(found, np.asarray(whole, np.float64) / 2) < 1e-2
-    q3, k3, v3 = back(*primals, -out, lse, ct)
-    assert_same_bits(v3, dv)
-    assert error(q3, dq) > 0.1
-    assert error(k3, dk) > 0.1
+    right = back(*primals, out, lse, ct)
+    halved = back(*primals, out, lse + np.float32(np.log(2.0)), ct)  # each weight is
+    assert largest_error(halved, [np.asarray(x, np.float64) / 2 for x in right]) < 1e-2
+    of_q, of_k, of_v = back(*primals, -out, lse, ct)
+    assert min(error(of_q, right[0]), error(of_k, right[1])) > 0.1
+    assert_same_bits(of_v, right[2])  # it has no use for the result
 
 
 def test_each_half_runs_its_own_kernel_alone(look_alike):
     primals, params = lows(*QKV), params_of()
-    out, lse = module._fused_forward(*primals, **params)
+    q = primals[0]
     halves = [
         (functools.partial(module._fused_forward, **params), primals),
-        (functools.partial(module._fused_backward, bias_moves=False, **params), [*primals, out, lse, out]),
+        (functools.partial(module._fused_backward, bias_moves=False, **params), [*primals, q, Q[..., 0], q]),
     ]
     texts = [jax.jit(fn).lower(*args).compile().as_text() for fn, args in halves]
-    assert [("sine(" in text, "cosine(" in text) for text in texts] == [(True, False), (False, True)]
+    assert [(" sine(" in text, " cosine(" in text) for text in texts] == [(True, False), (False, True)]
 
 
-def test_a_gradient_for_a_gpu_has_one_kernel_forward_and_one_backward(look_alike):
-    text = lowered(jax.grad(jaxamp.amp(functools.partial(loss_of, attend)), argnums=(0, 1, 2)), *QKV)
+def squares(*args, **options):
+    return jnp.sum(attend(*args, **options) ** 2)
+
+
+def test_both_passes_for_a_gpu_are_the_kernels(look_alike):
+    text = lowered(jax.grad(jaxamp.amp(squares), argnums=(0, 1, 2)), *QKV)
     assert "stablehlo.sine" in text
     assert "stablehlo.cosine" in text
     assert not any(set(LENGTHS) & set(seen[-1]) for seen in look_alike.seen)  # an even number of tokens
@@ -964,40 +962,51 @@ def test_a_gradient_for_a_gpu_has_one_kernel_forward_and_one_backward(look_alike
     [({}, jnp.float32), ({"implementation": "xla"}, jnp.bfloat16), ({"local_window_size": 3}, jnp.bfloat16)],
 )
 def test_on_a_gpu_the_plain_one_is_taken_where_the_kernel_does_not_fit(options, dtype, look_alike):
-    lowered(jaxamp.amp(functools.partial(attend, **options), compute_dtype=dtype), *QKV)
+    lowered(jax.grad(jaxamp.amp(functools.partial(squares, **options), compute_dtype=dtype)), *QKV)
     assert not look_alike.seen
 
 
 def test_the_kernel_is_given_spread_arrays_in_full_and_lengths_for_odd_numbers(look_alike):
     primals = [*lows(Q[:, :5], K[:, :9], V[:, :9]), normal(21, 1, HEADS, 1, 9), booleans(22, BATCH, 1, 1, 9)]
-    params = params_of(["bias", "mask"])
-    out, lse = module._fused_forward(*primals, **params)
+    out, lse = fused_forward(primals, params_of(["bias", "mask"]))
     q, k, v, bias, mask, options = look_alike.seen[-1]
     assert (q.shape[1], k.shape[1], v.shape[1]) == (6, 10, 10)
     assert (bias.shape, mask.shape) == ((1, HEADS, 6, 10), (BATCH, 1, 6, 10))
     assert bias.dtype == jnp.bfloat16
     assert set(LENGTHS) <= set(options)
     assert (out.shape, lse.shape) == ((BATCH, 5, HEADS, WIDTH), (BATCH, 5, HEADS))
-    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in primals]
-    assert error(out, module._plain_forward(*wide, **params)[0]) < bounds(jnp.bfloat16)
+    assert error(out, written_out(Q[:, :5], *primals)[0]) < bounds(jnp.bfloat16)
+
+
+def test_odd_numbers_of_tokens_come_back_from_the_kernel_as_they_were(look_alike):
+    primals, ct = [*lows(Q[:, :5], K[:, :9], V[:, :9]), BIAS[:, :, :5, :9]], lows(normal(9, BATCH, 5, HEADS, WIDTH))[0]
+    params = params_of(["bias"])
+    out, lse = fused_forward(primals, params)
+    found = fused_backward(primals, params, out, lse, ct)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in primals]
+    assert error(out, written_out(ct, *primals)[0]) < bounds(jnp.bfloat16)
+    scores = np.einsum("btnh,bsnh->bnts", *(np.asarray(x, np.float64) for x in primals[:2])) * WIDTH**-0.5 + primals[3]
+    assert error(lse, np.log(np.exp(scores).sum(-1)).transpose(0, 2, 1)) < bounds(jnp.bfloat16)
 
 
 @both
 def test_the_kernel_is_given_a_finite_bias(low, look_alike):
-    """A row of -1e9 alone has a softmax; of -inf alone it has none."""
+    """A row of the least float32 has a softmax; a row of -inf has none."""
     bias = jnp.zeros((1, 1, TOKENS, KEYS)).at[0, 0, 2].set(jnp.finfo(jnp.float32).min).at[0, 0, 3, 1].set(-jnp.inf)
     primals = [*lows(*QKV, low=low), bias]
-    out, _ = module._fused_forward(*primals, **params_of(["bias"]))
-    assert np.array_equal(np.isinf(look_alike.seen[-1][3]), np.isinf(np.broadcast_to(bias, (1, 1, TOKENS, KEYS))))
-    assert np.isfinite(np.asarray(out, np.float32)).all()
+    out, _ = fused_forward(primals, params_of(["bias"]))
+    out = np.asarray(out, np.float64)
+    assert np.isfinite(out).all()
+    others = np.arange(TOKENS) != 2
+    assert error(out[:, others], written_out(Q, *primals)[0][:, others]) < bounds(low)
 
 
 @pytest.mark.parametrize("kind", ["extra", "nothing"])
 def test_a_jax_that_keeps_something_else_gets_the_plain_one(kind, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", LookAlike(**{kind: True}))
     primals, params = lows(*QKV), params_of()
-    out, _ = module._fused_forward(*primals, **params)
-    assert error(out, written_out(Q, *primals)[0]) < bounds(jnp.bfloat16)
+    out, _ = jax.eval_shape(functools.partial(module._fused_forward, **params), *primals)
+    assert (out.shape, out.dtype) == (Q.shape, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="this JAX keeps something else of it for the backward pass"):
         module._fused_forward(*primals, **{**params, "implementation": "cudnn"})
 
