@@ -348,6 +348,7 @@ def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
     return [x.astype(low) if own else x for x, own in zip(outs, results, strict=True)]
 
 
+@_promoting
 def _lower_on_cuda(primitive: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
     """JAX can't lower its fused attention for devices that are not known, as in `jax.export`."""
     rules = _FUSED if has_devices(ctx) else _PLAIN
@@ -426,7 +427,7 @@ for _p in ATTENTION:
     _p.multiple_results = True
     _p.def_impl(functools.partial(apply_primitive, _p))
     _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
-    mlir.register_lowering(_p, mlir.lower_fun(_PLAIN[_p], multiple_results=True))
+    mlir.register_lowering(_p, _promoting(mlir.lower_fun(_PLAIN[_p], multiple_results=True)))
     mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
     batching_rules()[_p] = functools.partial(_batch, _p)
