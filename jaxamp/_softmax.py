@@ -80,18 +80,22 @@ def _is_free_to_change(step: Step) -> bool:
     return step.how is How.ORIGINAL and step.outs[0].dtype == np.float32 and not isinstance(step.key, str | tuple)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def low_softmax(x: Any, axes: tuple[int, ...], low: np.dtype) -> Any:
-    """exp(x) / sum(exp(x)) in the dtype `low`; `x` has been shifted."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def low_softmax(x: Any, axes: tuple[int, ...], low: np.dtype, in_checkpoint: bool) -> Any:
+    """exp(x) / sum(exp(x)) in the dtype `low`; `x` has been shifted. A checkpoint around it keeps the result."""
     powers = jnp.exp(x)
     return round_and_hold(powers / powers.sum(axes, keepdims=True), low)
 
 
 @low_softmax.defjvp
-def _low_softmax_jvp(axes: tuple[int, ...], low: np.dtype, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _low_softmax_jvp(
+    axes: tuple[int, ...], low: np.dtype, in_checkpoint: bool, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    y = low_softmax(x, axes, low)
-    return y, jax.checkpoint(functools.partial(_tangent, axes), prevent_cse=False)(y, t)
+    y = low_softmax(x, axes, low, in_checkpoint)
+    tangent = functools.partial(_tangent, axes)
+    # Outside of a checkpoint, one that keeps `y` as it is and not in float32. Inside, it would keep `y` twice.
+    return y, (tangent if in_checkpoint else jax.checkpoint(tangent, prevent_cse=False))(y, t)
 
 
 def _tangent(axes: tuple[int, ...], y: Any, t: Any) -> Any:
