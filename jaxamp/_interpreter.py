@@ -122,6 +122,7 @@ class Interpreter:
         self.keep = keep
         self._planner = planner
         self._where = where
+        self._narrows = planner.compute_dtype.itemsize < 4  # or else nothing is low
         self._traced: dict[Any, tuple[Plan, Jaxpr]] = {} if traced is None else traced
 
     def evaluate(self, plan: Plan, operands: Sequence[Any]) -> list[Any]:
@@ -144,8 +145,7 @@ class Interpreter:
 
     def _parts(self, plan: Plan) -> list[Island | Softmax]:
         """The parts of a plan that are not run one equation after the other."""
-        narrows = self._planner.compute_dtype.itemsize < 4
-        if self.keep == "all" or self._where is Where.IN_ISLAND or not narrows:
+        if self.keep == "all" or self._where is Where.IN_ISLAND or not self._narrows:
             return []
         softmaxes = find_softmaxes(plan, self._planner.compute_dtype)
         taken = {i for found in softmaxes for i in found.steps}
@@ -169,7 +169,7 @@ class Interpreter:
                 continue
             info = eqn.source_info
             with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
-                outs = self._run(eqn, step, env, plan.touched)
+                outs = self._run(eqn, step, env, plan.touched and self._narrows)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
                     env.write(var, cast(x, value.dtype), value)
 
@@ -190,12 +190,12 @@ class Interpreter:
             if plan.steps[i].how is How.CONSTANT:
                 env.postpone(open_jaxpr(plan.jaxpr).eqns[i])
 
-    def _run(self, eqn: Any, step: Step, env: _Env, touched: bool) -> Sequence[Any]:
+    def _run(self, eqn: Any, step: Step, env: _Env, spreads: bool) -> Sequence[Any]:
         if step.how is How.RULE:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
         operands = [
-            self._operand(env, eqn, step, v, dtype) if touched else env.read(v, dtype)
+            self._operand(env, eqn, step, v, dtype) if spreads else env.read(v, dtype)
             for v, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
         if not step.touched:

@@ -1,6 +1,9 @@
 """What is kept for the backward pass outside of loops: islands, softmaxes, the `keep` keyword, and `bytes_kept`."""
 
+import contextlib
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,6 +203,7 @@ def test_softmax_in_float16_survives_scores_beyond_the_range_of_its_exponentials
         lambda x: jnp.sum(jax.nn.softmax(x @ x, -1)),  # it is read wide
         lambda x: (lambda e: (e / e.sum(-1, keepdims=True)) @ x + e)(jnp.exp(x @ x)),  # so are the exponentials
         lambda x: (lambda e: (e / e.sum(0)[:, None]) @ x)(jnp.exp(x @ x)),  # not a softmax: sums of the other axis
+        lambda x: (lambda e: (e / jnp.broadcast_to(e.sum(1), e.shape)) @ x)(jnp.exp(x @ x)),  # nor of the other axis
         lambda x: (jnp.exp(x @ x) / jnp.exp(x @ x).sum(-1, keepdims=True)) @ x,  # two exponentials
     ],
 )
@@ -211,6 +215,57 @@ def test_what_only_looks_like_a_softmax_is_left_alone(fn):
         expected = jax.tree.map(np.asarray, fn(jnp.asarray(np.asarray(square, np.float64))))
     for a, b in zip(jax.tree.leaves(amp(square)), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("primitive", [lax.exp_p, lax.reduce_sum_p, lax.div_p])
+def test_a_softmax_with_a_rule_of_the_user_in_it_is_left_alone(primitive):
+    fn = lambda x: jax.nn.softmax(x @ x.T, -1) @ x
+    rule = lambda compute_dtype, dtypes, *xs, **params: ([x.astype(jnp.float32) for x in xs], params)
+    policy = jaxamp.default_amp_policy | {primitive: rule}
+    assert count("held", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy))(X)) == 0
+    assert count("held", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(X)) == 1
+
+
+def test_a_softmax_that_is_pinned_is_left_alone():
+    def fn(x):
+        scores = x @ x.T
+        with jaxamp.amp_stop():
+            weights = jax.nn.softmax(scores, -1)
+        return weights @ x
+
+    assert count("held", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(X)) == 0
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_bias_in_an_island_keeps_the_range_of_float32(pinned):
+    def fn(bias, x, scale):
+        h = x @ PARAMS["up"]
+        with jaxamp.amp_stop() if pinned else contextlib.nullcontext():
+            return jnp.sum(jnp.square(h + bias)) * scale
+
+    for scale in (1e-9, 1.0, 1e6):
+        expected = jax.grad(fn)(PARAMS["bias"], X, scale)
+        found = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.float16))(PARAMS["bias"], X, scale)
+        assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("keep", ["auto", "matmuls"])
+def test_sizes_that_are_not_known_yet_are_no_obstacle(keep):
+    rows, more = jax.export.symbolic_shape("rows, more")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), PARAMS)
+    x = jax.ShapeDtypeStruct((rows, more, WIDTH), jnp.float32)
+    amp = jaxamp.amp(lambda p, x: jnp.sum(jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"]), keep=keep)
+    exported = jax.export.export(jax.jit(jax.grad(amp)))(shapes, x)
+    assert exported.call(PARAMS, X[None])["up"].shape == PARAMS["up"].shape
+
+
+def test_float32_leaves_softmaxes_and_activations_as_they_are():
+    rule = lambda compute_dtype, dtypes, *xs, **params: (xs, params)
+    policy = jaxamp.default_amp_policy | {lax.sin_p: rule}
+    fn = lambda params, x: attention(params, jnp.sin(x)) + mlp(params, x)
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(fn)(PARAMS, X))]
+    amp = jaxamp.amp(fn, compute_dtype=jnp.float32, amp_policy=policy)
+    assert [e.primitive.name for e in equations(jax.make_jaxpr(amp)(PARAMS, X))] == names
 
 
 def test_second_order_and_forward_mode_of_a_softmax():
@@ -267,6 +322,38 @@ def test_nothing_is_added_to_a_checkpoint_of_the_user(keep):
     assert count("remat2", jaxpr) == 2
 
 
+def test_a_checkpoint_or_an_effect_elsewhere_leaves_the_islands():
+    def with_checkpoint(params, x):
+        return two_layers(params, x) + jax.checkpoint(jnp.tanh)(x[0, 0])
+
+    def with_effect(params, x):
+        jax.debug.callback(lambda _: None, x[0, 0])
+        return two_layers(params, x)
+
+    plain = jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16)(PARAMS, X)
+    for fn in (with_checkpoint, with_effect):
+        for keep in ("auto", "matmuls"):
+            found = jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16, keep=keep)(PARAMS, X)
+            assert found.after <= plain.after + 8
+
+
+def test_a_softmax_in_a_scan_is_kept_once():
+    def fn(weights, x):
+        layer = lambda x, w: (x + jax.nn.softmax((x @ w) @ x.T / 4.0) @ x, None)
+        return jnp.sum(lax.scan(layer, x, weights)[0])
+
+    weights = normal(4, 3, WIDTH, WIDTH, scale=0.1)
+    stacked = [
+        dtype
+        for shape, dtype in kept(jaxamp.amp(fn, compute_dtype=jnp.bfloat16), weights, X)
+        if shape == (3, ROWS, ROWS)
+    ]
+    assert stacked == ["bfloat16"]
+    assert_near(
+        jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(weights, X), float64_gradient(fn, weights, X), 4e-2
+    )
+
+
 def test_scans_inside_of_scans_keep_little_too():
     def fn(params, x):
         inner = lambda x, _: (x + jax.nn.gelu(x @ params["up"]) @ params["down"], None)
@@ -285,8 +372,9 @@ def test_scans_inside_of_scans_keep_little_too():
 
 
 def test_a_wrong_word_for_keep_is_refused_where_it_is_given():
-    with pytest.raises(ValueError, match=r"keep is 'little'; expected one of 'auto', 'matmuls', 'all'. Write keep="):
-        jaxamp.amp(mlp, keep="little")
+    for word in ("little", None, np.array(["auto", "all"])):
+        with pytest.raises(ValueError, match=r"expected one of 'auto', 'matmuls', 'all'. Write keep="):
+            jaxamp.amp(mlp, keep=word)
 
 
 def test_bytes_kept_leaves_arguments_out_and_computes_nothing():
@@ -311,6 +399,11 @@ def test_bytes_kept_of_integers_keys_none_and_modules():
     params = {"w": PARAMS["up"], "steps": jnp.int32(3), "none": None, "name": "a"}
     found = jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16)(params, (X, jnp.arange(3), jax.random.key(0)), scale=2.0)
     assert 0 < found.after < found.before
+
+
+def test_bytes_kept_of_results_that_are_no_arrays():
+    found = jaxamp.bytes_kept(lambda w, x: (jnp.sin(x @ w), "name", 3), compute_dtype=jnp.bfloat16)(PARAMS["up"], X)
+    assert found.after < found.before
 
 
 def test_bytes_kept_says_what_is_missing():

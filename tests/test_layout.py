@@ -102,6 +102,11 @@ def test_a_matmul_that_is_only_returned_comes_out_in_float32():
         assert near(AMP(fn)(W, X), float64(fn, *rounded), 1e-6)
 
 
+def test_a_matmul_of_which_a_part_is_returned_stays_low():
+    jaxpr = jax.make_jaxpr(AMP(lambda w, x: (x @ w.T)[:, -1]))(W, X)
+    assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"bfloat16"}
+
+
 def test_a_matmul_that_is_read_as_well_stays_low():
     def fn(w, x):
         y = x @ w.T
