@@ -24,6 +24,8 @@ from jax import tree_util as jtu
 from jax.interpreters import ad, mlir
 
 from ._compat import Primitive, apply_primitive, batching_rules, has_devices, open_jaxpr, wants_devices
+from ._higher_order import along
+from ._rules import saturate
 
 OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 _SPREADS = ("bias", "mask")  # of size one along axes that they are repeated along
@@ -133,18 +135,6 @@ def _moving(given: Sequence[str], bias_moves: bool) -> list[int]:
     return [0, 1, 2, *([3 + given.index("bias")] if bias_moves else [])]
 
 
-def _along(fun: Callable[..., Any], primals: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
-    """A function as one of some of its operands."""
-
-    def along(*moved: Any) -> Any:
-        operands = list(primals)
-        for i, x in zip(moving, moved, strict=True):
-            operands[i] = x
-        return fun(*operands)
-
-    return along
-
-
 def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -> Callable[..., Any]:
     precision, asked = static["precision"], {k: v for k, v in static.items() if k != "precision"}
 
@@ -153,17 +143,12 @@ def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -
         if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
             whole = {name: options[name] for name in _SPREADS if name in options}
             options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
-            options |= {"bias": _saturated(options["bias"], q.dtype)} if "bias" in options else {}
+            # a row of -1e9 alone is no row of nothing
+            options |= {"bias": saturate(options["bias"], q.dtype)} if "bias" in options else {}
         with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
             return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
 
     return attend
-
-
-def _saturated(bias: Any, dtype: np.dtype) -> Any:
-    """A bias in `dtype`, finite where it was finite: a row of -1e9 alone is no row of nothing."""
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isfinite(bias), jnp.clip(bias, -largest, largest), bias).astype(dtype)
 
 
 def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,8 +174,8 @@ def _plain_tangent(
 ) -> tuple[Any, ...]:
     moving, count = _moving(given, bias_moves), 3 + len(given)
     primals, tangents = operands[:count], operands[count + 2 :]
-    along = _along(_attend("xla", given, static), primals, moving)
-    return jax.jvp(along, [primals[i] for i in moving], list(tangents))[1:]
+    moved = along(_attend("xla", given, static), primals, moving)
+    return jax.jvp(moved, [primals[i] for i in moving], list(tangents))[1:]
 
 
 @_promoting
@@ -198,8 +183,8 @@ def _plain_backward(
     *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
 ) -> tuple[Any, ...]:
     moving, count = _moving(given, bias_moves), 3 + len(given)
-    along = _along(_attend("xla", given, static), operands[:count], moving)
-    return jax.vjp(along, *(operands[i] for i in moving))[1](operands[-1])
+    moved = along(_attend("xla", given, static), operands[:count], moving)
+    return jax.vjp(moved, *(operands[i] for i in moving))[1](operands[-1])
 
 
 # -- on a GPU: cuDNN's
@@ -219,7 +204,7 @@ def _split(given: Sequence[str], static: dict[str, Any], bias_moves: bool, prima
     attend = _attend("cudnn", given, static)
 
     def whole(*operands: Any) -> Any:
-        return jax.vjp(_along(attend, operands, moving), *(operands[i] for i in moving))
+        return jax.vjp(along(attend, operands, moving), *(operands[i] for i in moving))
 
     closed, (_, pullback) = jax.make_jaxpr(whole, return_shape=True)(*primals)
     result, *held = open_jaxpr(closed).outvars
@@ -366,7 +351,7 @@ def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _plain_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    plain = _along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
+    plain = along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
     outs = primitive.bind(*primals, **params)
     return outs, list(jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
 

@@ -174,7 +174,7 @@ def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
         def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            return jax.jvp(_along(eqn, xs, moving), [xs[i] for i in moving], ts)
+            return jax.jvp(along(_as_written(eqn), xs, moving), [xs[i] for i in moving], ts)
 
         avals = [v.aval for v in eqn.invars]
         traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in moving])
@@ -201,7 +201,7 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
             )
 
         def pullback(*xs: Any) -> Any:
-            return jax.vjp(_along(eqn, xs, moving), *(xs[i] for i in moving))
+            return jax.vjp(along(_as_written(eqn), xs, moving), *(xs[i] for i in moving))
 
         traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
@@ -225,16 +225,20 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
     return fun(*operands)
 
 
-def _along(eqn: Any, operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., list[Any]]:
-    """The equation as written, as a function of some of its operands."""
+def _as_written(eqn: Any) -> Callable[..., list[Any]]:
+    return lambda *operands: bind(eqn, operands)
 
-    def along(*moved: Any) -> list[Any]:
+
+def along(fun: Callable[..., Any], operands: Sequence[Any], moving: Sequence[int]) -> Callable[..., Any]:
+    """A function as one of some of its operands."""
+
+    def moved(*some: Any) -> Any:
         xs = list(operands)
-        for i, x in zip(moving, moved, strict=True):
+        for i, x in zip(moving, some, strict=True):
             xs[i] = x
-        return bind(eqn, xs)
+        return fun(*xs)
 
-    return along
+    return moved
 
 
 def _cast_all(xs: Sequence[Any], values: Sequence[Value]) -> list[Any]:

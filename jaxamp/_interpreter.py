@@ -24,15 +24,9 @@ from ._layout import held
 from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
 from ._residuals import Keep
-from ._rules import cast
+from ._rules import cast, saturate
 from ._softmax import Softmax, find_softmaxes, low_softmax
 from ._standing import WIDE, Value, float_dtype
-
-
-def _saturate(x: Any, dtype: np.dtype) -> Any:
-    """`x` in `dtype`, finite where it was finite."""
-    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
-    return lax.convert_element_type(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x), dtype)
 
 
 def _cast_constant(x: Any, dtype: np.dtype) -> Any:
@@ -86,7 +80,7 @@ class _Env:
             return x
         if (atom, dtype) not in self._casts:
             narrow = value.standing is WIDE and dtype.itemsize < x.dtype.itemsize
-            self._casts[atom, dtype] = _saturate(x, dtype) if narrow else cast(x, dtype)
+            self._casts[atom, dtype] = saturate(x, dtype) if narrow else cast(x, dtype)
         return self._casts[atom, dtype]
 
 

@@ -34,6 +34,12 @@ def cast(x: Any, dtype: np.dtype | None) -> Any:
     return np.asarray(x).astype(dtype)
 
 
+def saturate(x: Any, dtype: np.dtype) -> Any:
+    """`x` in `dtype`, finite where it was finite."""
+    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
+    return lax.convert_element_type(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x), dtype)
+
+
 def use_original_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
