@@ -13,7 +13,7 @@ import numpy as np
 from ._compat import Literal, Var, open_jaxpr
 from ._facts import BENDS, COMPARES, ELEMENTWISE, PRODUCTS, REDUCES
 from ._judge import How
-from ._plan import Plan, Step
+from ._plan import Plan, Reader, Step
 from ._standing import Value, float_dtype
 
 
@@ -35,25 +35,11 @@ def find_islands(plan: Plan, compute_dtype: np.dtype, taken: Collection[int]) ->
     values: dict[Var, Value] = dict(zip(jaxpr.invars, plan.ins, strict=True))
     for i in range(len(plan.steps)):
         values.update(plan.values_of(i))
-    readers = _Readers(plan)
-    islands = [(_island(plan, run, readers), size) for run, size in sized if size > 1]
+    readers = plan.readers()
+    steps = zip(jaxpr.eqns, plan.steps, strict=True)
+    constants = {v for eqn, step in steps if step.how is How.CONSTANT for v in eqn.outvars}
+    islands = [(_island(plan, run, readers, constants), size) for run, size in sized if size > 1]
     return [island for island, size in islands if _pays(island, size, values, compute_dtype)]
-
-
-class _Readers:
-    """Who reads each variable, and in which dtype; and which are constants that are spread where they are read."""
-
-    def __init__(self, plan: Plan):
-        jaxpr = open_jaxpr(plan.jaxpr)
-        self.constants = {
-            v for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True) if step.how is How.CONSTANT for v in eqn.outvars
-        }
-        self.of: dict[Var, list[tuple[int, np.dtype | None]]] = {}
-        reads = [(eqn.invars, step.reads) for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True)]
-        for i, (atoms, dtypes) in enumerate([*reads, (jaxpr.outvars, tuple(o.dtype for o in plan.outs))]):
-            for atom, dtype in zip(atoms, dtypes, strict=True):
-                if not isinstance(atom, Literal):
-                    self.of.setdefault(atom, []).append((i, dtype))
 
 
 def _runs(plan: Plan, taken: Collection[int]) -> Iterator[range]:
@@ -80,15 +66,15 @@ def _is_cheap(eqn: Any, step: Step, allowed: frozenset[str] = ELEMENTWISE | COMP
     return all(_is_cheap(e, s, allowed) for e, s in zip(open_jaxpr(body.jaxpr).eqns, body.steps, strict=True))
 
 
-def _island(plan: Plan, steps: range, readers: _Readers) -> Island:
+def _island(plan: Plan, steps: range, readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Island:
     eqns = [open_jaxpr(plan.jaxpr).eqns[i] for i in steps]
-    made = {v: None for eqn in eqns for v in eqn.outvars if v not in readers.constants}
+    made = {v: None for eqn in eqns for v in eqn.outvars if v not in constants}
     read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
-    outside = {v: {dtype for i, dtype in readers.of.get(v, ()) if i not in steps} for v in made}
+    outside = {v: {r.dtype for r in readers.get(v, ()) if r.place not in steps} for v in made}
     outs = {v: dtypes for v, dtypes in outside.items() if dtypes}
     return Island(
         steps,
-        tuple(dict.fromkeys(v for v in read if v not in made and v not in readers.constants)),
+        tuple(dict.fromkeys(v for v in read if v not in made and v not in constants)),
         tuple(outs),
         tuple(dtypes.pop() if len(dtypes) == 1 else None for dtypes in outs.values()),
     )

@@ -50,19 +50,30 @@ class Plan(NamedTuple):
     outs: tuple[Value, ...]
     touched: bool  # whether running it differs from running the jaxpr
 
-    def readers(self) -> dict[Var, list[np.dtype | None]]:
-        """The dtypes that each variable is read in, one for each place where it is read."""
-        jaxpr, found = open_jaxpr(self.jaxpr), {}  # type: ignore[var-annotated]
-        steps = zip(jaxpr.eqns, self.steps, strict=True)
-        for atoms, dtypes in [*((e.invars, s.reads) for e, s in steps), (jaxpr.outvars, [o.dtype for o in self.outs])]:
-            for atom, dtype in zip(atoms, dtypes, strict=True):
-                if not isinstance(atom, Literal):
-                    found.setdefault(atom, []).append(dtype)
-        return found
+    def readers(self) -> dict[Var, list["Reader"]]:
+        return readers_of(open_jaxpr(self.jaxpr), self.steps, self.outs)
 
     def values_of(self, i: int) -> list[tuple[Var, Value]]:
         """The results of an equation, each with what is planned for it."""
         return list(zip(open_jaxpr(self.jaxpr).eqns[i].outvars, self.steps[i].outs, strict=True))
+
+
+class Reader(NamedTuple):
+    """A place where a variable is read: an equation, or, behind the last one, the results; and in which dtype."""
+
+    place: int
+    dtype: np.dtype | None
+
+
+def readers_of(jaxpr: Jaxpr, steps: Sequence[Step], outs: Sequence[Value]) -> dict[Var, list[Reader]]:
+    """All places where each variable of an open jaxpr is read."""
+    reads = [(eqn.invars, step.reads) for eqn, step in zip(jaxpr.eqns, steps, strict=True)]
+    readers: dict[Var, list[Reader]] = {}
+    for place, (atoms, dtypes) in enumerate([*reads, (jaxpr.outvars, tuple(o.dtype for o in outs))]):
+        for atom, dtype in zip(atoms, dtypes, strict=True):
+            if not isinstance(atom, Literal):
+                readers.setdefault(atom, []).append(Reader(place, dtype))
+    return readers
 
 
 class Planner:
@@ -175,11 +186,12 @@ class Planner:
             step = self._step(eqn, verdict, [read(v) for v in eqn.invars], wanted, results, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
-        _fold_transposes(body, steps)
+        outs = tuple(read(v) for v in body.outvars)
+        _fold_transposes(body, steps, outs)
         touched = any(s.touched for s in steps) or any(
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
         )
-        return Plan(jaxpr, path, ins, tuple(steps), tuple(read(v) for v in body.outvars), touched)
+        return Plan(jaxpr, path, ins, tuple(steps), outs, touched)
 
     def _step(
         self, eqn: Any, verdict: Verdict, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
@@ -335,17 +347,13 @@ def _widened(step: Step, dtype: np.dtype | None) -> Step:
     return step._replace(outs=tuple(Value(o.standing, dtype) for o in step.outs), params=params)
 
 
-def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
+def _fold_transposes(jaxpr: Jaxpr, steps: list[Step], outs: Sequence[Value]) -> None:
     """Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in.
 
     A matrix times a vector has no axes to order. Its operands are swapped too, so that `vmap` from outside puts the
     mapped axis first, where activations have it.
     """
-    readers: dict[Var, list[int | None]] = {}
-    for i, eqn in [*enumerate(jaxpr.eqns), (None, jaxpr)]:
-        for atom in eqn.outvars if i is None else eqn.invars:
-            if not isinstance(atom, Literal):
-                readers.setdefault(atom, []).append(i)
+    readers = readers_of(jaxpr, steps, outs)
     for i, (eqn, step) in enumerate(zip(jaxpr.eqns, steps, strict=True)):
         if step.how is not How.LOW or (order := order_when_swapped(eqn)) is None:
             continue
@@ -354,16 +362,17 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step]) -> None:
                 steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
             continue
         found = readers.get(eqn.outvars[0], [])
-        if len(found) != 1 or found[0] is None:
+        if len(found) != 1 or found[0].place == len(steps):
             continue
-        reader, after = jaxpr.eqns[found[0]], steps[found[0]]
+        place = found[0].place
+        reader, after = jaxpr.eqns[place], steps[place]
         if (
             reader.primitive is lax.transpose_p
             and tuple(reader.params["permutation"]) == order
             and after.reads[0] == step.outs[0].dtype
         ):
             steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
-            steps[found[0]] = after._replace(how=How.FOLDED, reason="folded into the matmul before it", touched=True)
+            steps[place] = after._replace(how=How.FOLDED, reason="folded into the matmul before it", touched=True)
 
 
 def _wanted_results(entry: Entry, outs: Sequence[Standing], wanted: Sequence[bool]) -> list[bool]:

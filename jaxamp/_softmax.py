@@ -17,7 +17,7 @@ from jax import lax
 from ._compat import Literal, Var, open_jaxpr
 from ._judge import How
 from ._layout import round_and_hold
-from ._plan import Plan, Step
+from ._plan import Plan, Reader, Step
 
 
 class Softmax(NamedTuple):
@@ -39,7 +39,7 @@ def find_softmaxes(plan: Plan, low: np.dtype) -> list[Softmax]:
     return [found for i in starts if (found := _softmax(plan, i, readers, low)) is not None]
 
 
-def _softmax(plan: Plan, i: int, readers: dict[Var, list[np.dtype | None]], low: np.dtype) -> Softmax | None:
+def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]], low: np.dtype) -> Softmax | None:
     exp, total, spread, div = eqns = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
     if (total.primitive, div.primitive) != (lax.reduce_sum_p, lax.div_p) or isinstance(exp.invars[0], Literal):
         return None
@@ -53,7 +53,7 @@ def _softmax(plan: Plan, i: int, readers: dict[Var, list[np.dtype | None]], low:
     )
     alone = [len(readers.get(eqn.outvars[0], ())) for eqn in (exp, total, spread)] == [2, 1, 1]
     plain = exp.params.get("accuracy") is None and total.params.get("out_sharding") is None
-    narrow = set(readers.get(div.outvars[0], ())) == {low}
+    narrow = {reader.dtype for reader in readers.get(div.outvars[0], ())} == {low}
     wide = all(_is_free_to_change(plan.steps[i + k]) for k in range(4))
     return (
         Softmax(range(i, i + 4), exp.invars[0], eqns[3].outvars[0], axes)
