@@ -335,7 +335,7 @@ def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
 
 @_promoting
 def _lower_on_cuda(primitive: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
-    """JAX can't lower its fused attention for devices that are not known, as in `jax.export`."""
+    """JAX can't lower its fused attention for devices that are not known, nor may `jax.export` hold it."""
     rules = _FUSED if has_devices(ctx) else _PLAIN
     return mlir.lower_fun(rules[primitive], multiple_results=True)(ctx, *operands, **params)
 

@@ -404,8 +404,8 @@ def test_gradients_per_example_of_a_bias(shape, axis):
         assert error(mapped[i], expected) < 1e-5
 
 
-@both
-def test_vmap_under_amp_is_a_loop(low):
+def test_vmap_under_amp_is_a_loop():
+    low = jnp.float16
     fn = jaxamp.amp(gradients_of, compute_dtype=low)
     assert_mapped_is_looped(fn, expected_gradients, (0, None, 1, None, 0, None, 0), 4 * bounds(low), size=2)
     mapped = jaxamp.amp(jax.vmap(attend), compute_dtype=low)
@@ -522,9 +522,9 @@ def test_no_scores_are_kept_for_the_backward_pass(keep, dtype):
     assert all(x.shape.count(tokens) < 2 and x.size <= q.size for x in kept)
 
 
-@both
-def test_a_low_bias_is_taken_as_it_is(low):
+def test_a_low_bias_is_taken_as_it_is():
     """It comes from a matmul, and nothing would be gained by making it wide."""
+    low = jnp.float16
     w = normal(17, KEYS, KEYS)
     fn = jaxamp.amp(lambda b, w: attend(*QKV, b @ w), compute_dtype=low)
     (eqn,) = attention_equations(jax.make_jaxpr(fn)(BIAS, w))
@@ -625,8 +625,8 @@ def distances():
     return -jnp.abs(jnp.arange(TOKENS)[:, None] - jnp.arange(KEYS)).astype(jnp.float32)
 
 
-@both
-def test_a_bias_made_from_positions_is_exact_and_keeps_nothing_wide(low):
+def test_a_bias_made_from_positions_is_exact_and_keeps_nothing_wide():
+    low = jnp.bfloat16
     slopes = 2.0 ** -jnp.arange(1.0, HEADS + 1)
 
     def fn(q, k, v, slopes):
@@ -963,6 +963,13 @@ def test_both_passes_for_a_gpu_are_the_kernels(look_alike):
 )
 def test_on_a_gpu_the_plain_one_is_taken_where_the_kernel_does_not_fit(options, dtype, look_alike):
     lowered(jax.grad(jaxamp.amp(functools.partial(squares, **options), compute_dtype=dtype)), *QKV)
+    assert not look_alike.seen
+
+
+def test_an_export_has_no_kernel(look_alike):
+    """It has no version that JAX would promise to run later."""
+    exported = jax.export.export(jax.jit(jax.grad(jaxamp.amp(squares))), platforms=["cuda"])(*QKV)
+    assert "stablehlo.sine" not in exported.mlir_module()
     assert not look_alike.seen
 
 
