@@ -128,7 +128,7 @@ def wants_devices(primitive: Primitive) -> None:
 
 
 def has_devices(ctx: Any) -> bool:
-    """Whether a lowering knows the devices that it is for. `jax.export` gives those of its arguments, and means none."""
+    """Whether a lowering knows the devices that it is for. `jax.export` gives those of its arguments and means none."""
     if ctx.module_context.lowering_parameters.for_export:
         return False
     context = ctx.module_context.axis_context
