@@ -41,7 +41,10 @@ def test_the_digits_example_runs(tmp_path):
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
 
 
-@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+SLOW = {"compile_time", "growth", "memory", "scaler"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(BENCHMARKS)])
 def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
     written, rendered = tmp_path / f"{name}.json", tmp_path / "RESULTS.md"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(written)]
