@@ -213,7 +213,7 @@ def amp(
             `torch`), or the path of a TOML table.
         keep: What is kept for the backward pass. `"auto"`: in scans over layers the results of matmuls, elsewhere what
             JAX keeps, less what element-wise functions between low values would keep in float32. `"matmuls"`: the
-            results of matmuls everywhere; about half the memory, and a few percent more time. `"all"`: what JAX keeps.
+            results of matmuls everywhere, for less memory and more time. `"all"`: what JAX keeps.
             A scan, or for `"matmuls"` a function, that has a `jax.checkpoint` or side effects in it is treated as what
             is outside of scans.
 

@@ -64,7 +64,6 @@ SPREADS = frozenset("add sub mul div rem pow max min atan2 nextafter complex".sp
 # Bilinear in their first two operands: what a matrix unit does.
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
-
 # Nonlinear functions of one entry: their derivative needs a value that they read or made.
 BENDS = frozenset(
     """

@@ -151,8 +151,8 @@ class Interpreter:
         eqn = open_jaxpr(plan.jaxpr).eqns[last]
         info = eqn.source_info
         with user_context(info.traceback, name_stack=current_name_stack() + info.name_stack), eqn.ctx.manager:
-            x, kept = env.read(found.operand, np.dtype(np.float32)), self._where is not Where.OUTSIDE
-            y = low_softmax(x, found.axes, self._planner.compute_dtype, kept)
+            x, in_checkpoint = env.read(found.operand, np.dtype(np.float32)), self._where is not Where.OUTSIDE
+            y = low_softmax(x, found.axes, self._planner.compute_dtype, in_checkpoint)
         env.write(found.result, y, plan.steps[last].outs[0])
 
     def _run_all(self, plan: Plan, steps: range, env: _Env) -> None:

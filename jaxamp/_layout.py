@@ -1,6 +1,6 @@
 """How cotangents are held in memory.
 
-Two of XLA's habits on a GPU (0.10 to 0.12) cost more than the work itself:
+Two of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
 
 - It drops float32 -> bfloat16 -> float32. What flows back to a matmul and its bias is rounded for the matmul and summed
   in float32 for the bias: it would be written and read in float32 for the sum's sake alone. Held as it is rounded, it

@@ -357,9 +357,10 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step], outs: Sequence[Value]) -> 
     for i, (eqn, step) in enumerate(zip(jaxpr.eqns, steps, strict=True)):
         if step.how is not How.LOW or (order := order_when_swapped(eqn)) is None:
             continue
+        swapped = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
         if order == tuple(range(len(order))):
             if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:
-                steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
+                steps[i] = swapped
             continue
         found = readers.get(eqn.outvars[0], [])
         if len(found) != 1 or found[0].place == len(steps):
@@ -371,7 +372,7 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step], outs: Sequence[Value]) -> 
             and tuple(reader.params["permutation"]) == order
             and after.reads[0] == step.outs[0].dtype
         ):
-            steps[i] = step._replace(swapped=True, params=with_operands_swapped(step.params or eqn.params))
+            steps[i] = swapped
             steps[place] = after._replace(how=How.FOLDED, reason="folded into the matmul before it", touched=True)
 
 

@@ -40,7 +40,7 @@ def find_softmaxes(plan: Plan, low: np.dtype) -> list[Softmax]:
 
 
 def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]], low: np.dtype) -> Softmax | None:
-    exp, total, spread, div = eqns = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
+    exp, total, spread, div = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
     if (total.primitive, div.primitive) != (lax.reduce_sum_p, lax.div_p) or isinstance(exp.invars[0], Literal):
         return None
     powers, axes = exp.outvars[0], tuple(map(int, total.params["axes"]))
@@ -55,11 +55,9 @@ def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]], low: np.dtype
     plain = exp.params.get("accuracy") is None and total.params.get("out_sharding") is None
     narrow = {reader.dtype for reader in readers.get(div.outvars[0], ())} == {low}
     wide = all(_is_free_to_change(plan.steps[i + k]) for k in range(4))
-    return (
-        Softmax(range(i, i + 4), exp.invars[0], eqns[3].outvars[0], axes)
-        if (chained and alone and plain and narrow and wide)
-        else None
-    )
+    if not (chained and alone and plain and narrow and wide):
+        return None
+    return Softmax(range(i, i + 4), exp.invars[0], div.outvars[0], axes)
 
 
 def _keeps_places(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
