@@ -15,7 +15,7 @@ import optax
 
 import jaxamp
 
-from ._models import transformer
+from ._networks import Sizes, loss_fn, make
 from ._report import Column, number, parser, publish, significant
 from ._timing import COMPARISON, Row, interleave, seconds
 
@@ -80,19 +80,14 @@ def twice(loss: Step) -> Step:
 
 
 def measure(sizes: dict[str, int], repeats: int) -> list[dict[str, Any]]:
-    fresh, shapes = transformer(**sizes)
-    random = jax.random.key(0)
-    params, x, y = jax.tree.map(
-        lambda s: 0.02 * jax.random.normal(random, s.shape) if s.dtype == jnp.float32 else jnp.zeros(s.shape, s.dtype),
-        shapes,
-    )
+    params, x, y = make("vit", Sizes(heads=4, classes=100, **sizes))
     sides, bytes_ = {}, {}
-    for make in (plain, scaled, redone, twice):
+    for side in (plain, scaled, redone, twice):
         state = params, OPTIMIZER.init(params), jaxamp.DynamicScalerState.static(128.0)
         state = jax.tree.map(jnp.copy, jax.tree.map(jnp.asarray, state))  # its own: it is donated
-        step = jax.jit(make(jaxamp.amp(fresh())), donate_argnums=(0, 1, 2)).lower(*state, x, y).compile()
-        bytes_[make.__name__] = step.memory_analysis().temp_size_in_bytes
-        sides[make.__name__] = _timed(step, state, x, y)
+        step = jax.jit(side(jaxamp.amp(loss_fn)), donate_argnums=(0, 1, 2)).lower(*state, x, y).compile()
+        bytes_[side.__name__] = step.memory_analysis().temp_size_in_bytes
+        sides[side.__name__] = _timed(step, state, x, y)
 
     times = dict(zip(sides, interleave(list(sides.values()), repeats), strict=True))
     rows = []
