@@ -210,6 +210,7 @@ SIDES = {
     "ours-float16": Side("ours, float16 and scaler", ours_float16),
     "ours-keep": _ours("keep='matmuls'", keep="matmuls"),
     "ours-attention": _ours("our attention", our_attention),
+    "ours-attention-fast": _ours("fast, our attention", our_attention, amp_policy="fast"),
     "ours-attention-keep": _ours("our attention, keep='matmuls'", our_attention, keep="matmuls"),
     "mpx": Side("MPX 0.1.8", mpx),
     "jmp": Side("JMP 0.0.4", jmp),

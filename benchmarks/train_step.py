@@ -28,12 +28,12 @@ CORE = "float32", "ours", "ours-attention", "mpx"
 # An unrolled network takes long to compile: it meets each peer once. A scan does not: there the presets are compared.
 USUAL = {
     ("vit", "unrolled"): (
-        *("float32", "ours", "ours-float16", "ours-attention", "ours-attention-keep", "mpx", "upstream"),
-        *("upstream-mended", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
+        *("float32", "ours", "ours-float16", "ours-attention", "ours-attention-fast", "ours-attention-keep", "mpx"),
+        *("upstream", "upstream-mended", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
     ),
     ("vit", "scan"): (
-        *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-attention", "mpx"),
-        *("jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
+        *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-attention"),
+        *("ours-attention-fast", "mpx", "jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
     ),
     ("gpt", "unrolled"): (*CORE, "hand-cudnn", "torch-compile-sdpa"),
     ("gpt", "scan"): CORE,

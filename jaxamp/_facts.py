@@ -85,5 +85,6 @@ SUMS = frozenset({"add", "sub"})
 COMPARES = frozenset("and eq ge gt is_finite le lt ne not or xor".split())
 REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 
-# One pass over operands that are read anyway: sooner computed again than kept for the backward pass.
+# One pass over operands that are read anyway: sooner computed again than kept for the backward pass. Reductions of many
+# entries are not: `_residuals`.
 CHEAP = ELEMENTWISE | REDUCES | frozenset("concatenate iota pad rev slice split transpose".split())

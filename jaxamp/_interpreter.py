@@ -23,7 +23,7 @@ from ._judge import How, apply_rule
 from ._layout import held
 from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
-from ._residuals import Keep
+from ._residuals import Keep, keeps
 from ._rules import cast, saturate
 from ._softmax import Softmax, find_softmaxes, low_softmax
 from ._standing import WIDE, Value, float_dtype
@@ -175,7 +175,7 @@ class Interpreter:
             interpreter._run_all(plan, island.steps, inside)
             return [inside.read(v, dtype) for v, dtype in zip(island.outs, island.dtypes, strict=True)]
 
-        again = jax.checkpoint(run) if self._where is Where.OUTSIDE else run
+        again = jax.checkpoint(run, policy=keeps) if self._where is Where.OUTSIDE else run
         outs = again([env.read(v) for v in island.ins])
         values = {v: value for i in island.steps for v, value in plan.values_of(i)}
         for var, x in zip(island.outs, outs, strict=True):

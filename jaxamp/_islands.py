@@ -1,7 +1,8 @@
 """Islands: element-wise work and reductions in float32 on low values, such as a gelu or a logsumexp after a matmul.
 
 JAX keeps for the backward pass what each nonlinear operation of an island needs, in float32. An island is computed
-again instead, from its low operands, which are kept for the matmuls' sake or are half as large.
+again instead, from its low operands, which are kept for the matmuls' sake or are half as large. What a reduction has
+made of many entries is kept.
 """
 
 import math

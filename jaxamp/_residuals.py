@@ -1,11 +1,12 @@
 """What is kept for the backward pass.
 
 JAX saves for each nonlinear float32 operation its own operands, and a scan stacks them. Under `amp` the body of a scan
-is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks, what came over the wire, and
-whatever is not known to be cheap. Element-wise work and reductions are computed again from these. With
+is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks, what came over the wire, sums
+and maxima of many entries, and whatever is not known to be cheap. Element-wise work is computed again from these. With
 `keep="matmuls"` the whole function is such a checkpoint. Where the user has placed a checkpoint, theirs stays alone.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,15 +14,30 @@ import jax
 import jax.extend.core as jec
 
 from ._compat import Jaxpr, open_jaxpr
-from ._facts import CHEAP
+from ._facts import CHEAP, COMPARES, REDUCES
 from ._layout import HELD
 
 Keep = Literal["auto", "matmuls", "all"]
+FEW = 16  # of so many entries, a reduction makes one: kept, for few bytes spare a pass over many
 
 
 def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: whether the results of an operation are kept."""
-    return primitive.name not in CHEAP or (primitive is HELD and params["here"])
+    if primitive.name in REDUCES:
+        sizes = [avals[0].shape[axis] for axis in params["axes"]]
+        return all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= FEW
+    if primitive is HELD:
+        return params["here"]
+    return primitive.name not in CHEAP and not _is_activation(primitive.name, params)
+
+
+def _is_activation(name: str, params: dict[str, Any]) -> bool:
+    """Whether a function has a derivative of its own, and is made of cheap operations and of comparisons."""
+    return name in ("custom_jvp_call", "jit") and all(
+        eqn.primitive.name in CHEAP | COMPARES or _is_activation(eqn.primitive.name, eqn.params)
+        for body in jec.jaxprs_in_params(params)
+        for eqn in open_jaxpr(body).eqns
+    )
 
 
 def may_keep_little(written: Jaxpr) -> bool:

@@ -1,6 +1,7 @@
 """What is kept for the backward pass outside of loops: islands, softmaxes, the `keep` keyword, and `bytes_kept`."""
 
 import contextlib
+import math
 
 import jax
 import jax.export
@@ -296,8 +297,8 @@ def test_keep_matmuls_keeps_results_of_matmuls_of_the_whole_function():
     assert least.after < 0.65 * sizes["auto"].after
     assert sizes["auto"].after < 0.7 * sizes["all"].after
     amp = jaxamp.amp(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")
-    float32 = [(shape, dtype) for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32"]
-    assert float32 == []
+    float32 = [shape for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32"]
+    assert max(map(math.prod, float32)) <= len(X)  # sums over tokens
     forward, whole = (jax.make_jaxpr(f)(PARAMS, X) for f in (amp, jax.grad(amp)))
     assert len(matmul_dtypes(whole)) < 3 * len(matmul_dtypes(forward))  # none again: at most two for each backwards
     assert_near(jax.jit(jax.grad(amp))(PARAMS, X), float64_gradient(two_layers, PARAMS, X), 2e-2)

@@ -53,8 +53,16 @@ def test_a_scan_keeps_results_of_matmuls_and_its_carry(low):
     found = kept(amp, WEIGHTS, X)
     assert size(found) < 0.35 * size(kept(loss, WEIGHTS, X))
     wide = [x for x in found if x.dtype == jnp.float32]
-    assert [x.shape for x in wide] == [(LAYERS, TOKENS, WIDTH)]  # the carry
+    assert [x.shape for x in wide if x.size > LAYERS * TOKENS] == [(LAYERS, TOKENS, WIDTH)]  # the carry
     assert {x.dtype for x in found} == {jnp.dtype(low), jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.gelu, jax.nn.softplus, jax.nn.mish, jax.nn.elu])
+def test_an_activation_in_a_scan_is_computed_again(act):
+    mlp = lambda x, p: (x + act(x @ p["up"]) @ p["down"], None)
+    found = kept(jaxamp.amp(lambda w, x: loss(w, x, mlp), compute_dtype=jnp.bfloat16), WEIGHTS, X)
+    assert [x.shape for x in found if x.dtype == jnp.float32] == [(LAYERS, TOKENS, WIDTH)]  # the carry
+    assert [x.shape for x in found if x.dtype == jnp.bfloat16] == [(LAYERS, TOKENS, 4 * WIDTH)]
 
 
 def test_no_matmul_is_computed_again():
@@ -62,6 +70,26 @@ def test_no_matmul_is_computed_again():
     forward, both = (jax.make_jaxpr(f)(WEIGHTS, X) for f in (amp, jax.grad(amp)))
     # backwards: two for each matmul
     assert len(matmul_dtypes(both)) == 3 * len(matmul_dtypes(forward))
+
+
+def reductions(fn, *args) -> list[str]:
+    """Those that make one entry of many."""
+    found = (eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name.startswith("reduce_"))
+    return [eqn.primitive.name for eqn in found if eqn.invars[0].aval.size >= WIDTH * eqn.outvars[0].aval.size]
+
+
+def test_no_sum_of_many_entries_is_computed_again():
+    def summed(x, p):
+        return jnp.exp(x @ p["q"] - jnp.sum(jnp.sin(x @ p["k"]), -1, keepdims=True)), None
+
+    amp = jaxamp.amp(lambda w, x: loss(w, x, summed), compute_dtype=jnp.bfloat16)
+    assert reductions(amp, WEIGHTS, X) == ["reduce_sum", "reduce_sum"]  # the second is the loss
+    # the third is the derivative of what is spread over a row
+    assert reductions(jax.grad(amp), WEIGHTS, X) == ["reduce_sum", "reduce_sum", "reduce_sum"]
+
+    amp = jaxamp.amp(lambda w, x: jnp.sum(jax.nn.logsumexp(x @ w, -1)), compute_dtype=jnp.bfloat16)
+    for fn in (amp, jax.grad(amp)):  # an island
+        assert reductions(fn, WEIGHTS["q"][0], X) == ["reduce_max", "reduce_sum", "reduce_sum"]
 
 
 def test_no_random_number_is_drawn_again():
