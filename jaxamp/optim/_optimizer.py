@@ -1,0 +1,350 @@
+"""A rule and a storage made into an optimizer, in two forms.
+
+- `step(params, state, grads)` writes the new parameters. Donate parameters and state, and nothing else is held.
+- `update(grads, state, params)` is Optax's form and composes with all of Optax.
+
+The law: both take the same step, and a step that is not to be taken (`ok` is False) leaves every bit as it was.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from .._compat import varying_axes
+from .._tree import check_bool, is_inexact
+from ._arena import Leaf, pack, unpack
+from ._codecs import MOMENTUM, VARIANCE, Codec
+from ._layout import Groups, groups, groups_of, whole
+from ._leaf import How, LeafState, step_leaf
+from ._paths import check_groups, flatten, flatten_like, group_of, name_of, segments
+from ._rules import Rule, scalars_of
+from ._scales import FORMATS
+from ._storage import FIELDS, SERVED, Storage
+from ._weights import correction_dtype
+
+
+class FlashState(NamedTuple):
+    """The state of a compressed optimizer: arrays in trees like that of the parameters.
+
+    Attributes:
+        count: The steps taken.
+        mu: First moments, of the parameters' shapes: int8, or float32 if they are not compressed.
+        nu: Second moments: uint8, or float32.
+        scales: The scales of both, `(moments, *groups)`.
+        correction: What parameters in bfloat16 or float16 lack: int8 or int16.
+
+    Where there is nothing, there is None: a second moment of Lion, a correction of a float32 parameter, anything of a
+    leaf that is no array of floats.
+    """
+
+    count: Any
+    mu: Any
+    nu: Any
+    scales: Any
+    correction: Any
+
+
+class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """An `optax.GradientTransformation` with a `step` besides.
+
+    Attributes:
+        init: `init(params)`, the state.
+        update: `update(grads, state, params)`, the change of the parameters in float32, and the state.
+        step: `step(params, state, grads, *, scale=None, ok=None)`, the parameters and the state.
+        storage: How state is stored.
+    """
+
+    step: Callable[..., tuple[Any, FlashState]]
+    storage: Storage
+
+    def __new__(cls, init: Any, update: Any, step: Any, storage: Storage) -> "FlashOptimizer":
+        made = super().__new__(cls, init, update)
+        made.step, made.storage = step, storage
+        return made
+
+
+class Settings(NamedTuple):
+    """What holds for one leaf."""
+
+    group: int | None
+    hyper: Mapping[str, Any]
+    storage: Storage
+
+
+def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any = None) -> FlashOptimizer:
+    """The optimizer of a rule."""
+    if not isinstance(storage, Storage):
+        raise TypeError(
+            f"{rule.name} got storage={storage!r}, of type {type(storage).__name__}; expected a Storage. Write "
+            f"{rule.name}(1e-3, storage=jaxamp.optim.Storage(master_weight_bits=32))."
+        )
+    listed = check_groups(rule.name, param_groups, lambda key: key in hyper or key in FIELDS)
+    for settings in (hyper, *listed):
+        for key, value in settings.items():
+            if key in hyper:
+                _check_hyper(rule.name, key, value)
+    everywhere = Settings(None, hyper, storage)
+    of_group = [
+        Settings(
+            i,
+            {**hyper, **{k: v for k, v in group.items() if k in hyper}},
+            storage.replace(**{k: v for k, v in group.items() if k in FIELDS}),
+        )
+        for i, group in enumerate(listed)
+    ]
+
+    def settings_of(path: Any, leaf: Any) -> Settings:
+        i = group_of(listed, segments(path), leaf)
+        return everywhere if i is None else of_group[i]
+
+    def init(params: Any) -> FlashState:
+        paths, leaves, structure = flatten(params)
+        _check_bits(rule.name, paths, leaves, settings_of)
+        states = [
+            _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact(leaf) else LeafState()
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        return _as_trees(jnp.zeros((), jnp.int32), states, structure)
+
+    def walk(params: Any, state: FlashState, grads: Any, scale: Any, ok: Any, delta: bool) -> tuple[Any, FlashState]:
+        paths, leaves, structure = flatten(params)
+        instead = f"Write state = optimizer.init(params) with {rule.name}, and pass on what each step returns."
+        states = _states(rule.name, state, params, structure, instead)
+        given = flatten_like(rule.name, "gradients", grads, params, structure, "Pass jax.grad(loss)(params, ...).")
+        scale, ok = _check_factor(rule.name, scale), _check_ok(rule.name, ok)
+        how = _hows(rule, state.count, scale, ok, delta)
+        tasks: list[tuple[int, Settings, Leaf]] = []
+        out: list[Any] = [jnp.zeros_like(x) if delta and hasattr(x, "dtype") else x for x in leaves]
+        for i, (path, leaf, grad, old) in enumerate(zip(paths, leaves, given, states, strict=True)):
+            settings = settings_of(path, leaf)
+            if not is_inexact(leaf) or leaf.size == 0 or grad is None:
+                continue
+            found = _check_leaf(rule, settings, path, leaf, grad, old, instead)
+            tasks.append((i, settings, (jnp.asarray(leaf), jnp.asarray(grad), old, found)))
+        for part in _together(tasks):
+            settings = part[0][1]
+            for i, (result, new) in zip([i for i, _, _ in part], _stepped(how(settings), part), strict=True):
+                out[i], states[i] = result, new
+        count = state.count + 1
+        count = count if ok is None else jnp.where(ok, count, state.count)
+        return structure.unflatten(out), _as_trees(count, states, structure)
+
+    def update(
+        grads: Any, state: FlashState, params: Any = None, *, scale: Any = None, ok: Any = None, **extra_args: Any
+    ) -> tuple[Any, FlashState]:
+        if params is None:
+            raise ValueError(
+                f"{rule.name} got no parameters in update; expected them, for their correction is in the state. Write "
+                "optimizer.update(grads, state, params)."
+            )
+        return walk(params, state, grads, scale, ok, True)
+
+    def step(
+        params: Any, state: FlashState, grads: Any, *, scale: Any = None, ok: Any = None
+    ) -> tuple[Any, FlashState]:
+        return walk(params, state, grads, scale, ok, False)
+
+    return FlashOptimizer(init, update, step, storage)
+
+
+# -- the state
+
+
+def _init_leaf(rule: Rule, settings: Settings, path: Any, param: Any) -> LeafState:
+    storage, param = settings.storage, jnp.asarray(param)
+    if param.size == 0:
+        return LeafState()
+    moments = rule.moments(settings.hyper)
+    zeros = jnp.zeros_like(param, dtype=jnp.float32)  # of the parameter's sharding
+    bits = storage.bits_for(param.dtype)
+    correction = None if bits is None else jnp.zeros_like(param, dtype=correction_dtype(bits))
+    if not storage.quantize or not moments:
+        return LeafState(correction=correction, **dict.fromkeys(moments, zeros))
+    found = groups(param.shape, storage.group_size, storage.layout)
+    _check_shards(rule.name, name_of(path), param, found)
+    codecs: dict[str, Codec] = {"mu": MOMENTUM, "nu": VARIANCE}
+    codes = {name: jnp.zeros_like(param, dtype=codecs[name].dtype) for name in moments}
+    tops = [codecs[name].top(found.view(zeros), found.view_axis) for name in moments]
+    return LeafState(scales=FORMATS[storage.scales].encode(jnp.stack(tops)), correction=correction, **codes)
+
+
+def _as_trees(count: jax.Array, states: list[LeafState], structure: Any) -> FlashState:
+    columns = ([getattr(state, field) for state in states] for field in LeafState._fields)
+    return FlashState(count, *map(structure.unflatten, columns))
+
+
+def _states(name: str, state: Any, params: Any, structure: Any, instead: str) -> list[LeafState]:
+    if not isinstance(state, FlashState):
+        raise TypeError(f"{name} got {type(state).__name__} as its state; expected a FlashState. {instead}")
+    columns = [
+        flatten_like(name, f"a state whose {field} is", getattr(state, field), params, structure, instead)
+        for field in LeafState._fields
+    ]
+    return [LeafState(*row) for row in zip(*columns, strict=True)]
+
+
+# -- one step
+
+
+def _hows(rule: Rule, count: jax.Array, scale: Any, ok: Any, delta: bool) -> Callable[[Settings], How]:
+    """What the leaves of one group of parameters have in common, computed once."""
+    made: dict[int | None, How] = {}
+
+    def how(settings: Settings) -> How:
+        if settings.group not in made:
+            hyper = dict(settings.hyper)
+            if callable(hyper["learning_rate"]):
+                hyper["learning_rate"] = hyper["learning_rate"](count)
+                _check_scalar(rule.name, "learning_rate", hyper["learning_rate"], "from its schedule")
+            scalars, decay = scalars_of(rule, hyper, count + 1)
+            floor = settings.storage.variance_floor
+            made[settings.group] = How(rule, scalars, decay, count + 1, floor, scale, ok, delta)
+        return made[settings.group]
+
+    return how
+
+
+def _together(tasks: list[tuple[int, Settings, Leaf]]) -> list[list[tuple[int, Settings, Leaf]]]:
+    """Small leaves that are alike in lists of several, the others each in its own."""
+    lists: dict[Any, list[tuple[int, Settings, Leaf]]] = {}
+    for task in tasks:
+        i, settings, (param, grad, state, found) = task
+        small = param.size < settings.storage.together and found.axis != -2 and not _is_sharded(param)
+        dtypes = tuple(None if x is None else x.dtype for x in (param, grad, *state))
+        axes = frozenset().union(*(varying_axes(x) for x in (param, grad, *state) if x is not None))
+        lists.setdefault((settings.group, dtypes, axes) if small else i, []).append(task)
+    return list(lists.values())
+
+
+def _stepped(how: How, part: list[tuple[int, Settings, Leaf]]) -> list[tuple[jax.Array, LeafState]]:
+    leaves = [leaf for _, _, leaf in part]
+    if len(leaves) == 1:
+        return [step_leaf(how, *leaves[0])]
+    return unpack(leaves, *step_leaf(how, *pack(leaves)))
+
+
+def _is_sharded(x: Any) -> bool:
+    """Whether an array is known to be in parts. Under `jit` it is known of explicit axes alone."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and any(axis is not None for axis in sharding.spec)
+
+
+# -- bad input
+
+
+def _check_hyper(name: str, key: str, value: Any) -> None:
+    if callable(value) and key == "learning_rate":
+        return
+    if value is None or isinstance(value, bool):
+        return
+    if not (isinstance(value, int | float) or hasattr(value, "dtype")):
+        raise TypeError(
+            f"{name} got {key}={value!r}, of type {type(value).__name__}; expected a number. Write {name}(1e-3), or a "
+            "schedule for the learning rate, as in optax.cosine_decay_schedule(1e-3, 1000)."
+        )
+    _check_scalar(name, key, value, "as it was given")
+
+
+def _check_scalar(name: str, key: str, value: Any, where: str) -> None:
+    if np.shape(value) != ():
+        raise ValueError(
+            f"{name} got {key} of shape {np.shape(value)} {where}; expected one number. Return a scalar, as "
+            "optax.cosine_decay_schedule(1e-3, 1000) does."
+        )
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"{name} got {key} in {dtype}; expected float32, for b2=0.999 is 1 in bfloat16. Write "
+            f"optax.inject_hyperparams({name}, hyperparam_dtype=jnp.float32)."
+        )
+
+
+def _check_bits(name: str, paths: list[Any], leaves: list[Any], settings_of: Any) -> None:
+    """A parameter that no storage serves, and a correction that no parameter can have."""
+    asked: dict[int | None, tuple[Any, bool, str]] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_inexact(leaf):
+            continue
+        if leaf.dtype not in SERVED:
+            raise TypeError(
+                f"{name} got the parameter {name_of(path)!r} in {leaf.dtype}; expected bfloat16, float16 or float32. "
+                "Cast it with jaxamp.cast_floating(params, jnp.bfloat16), or keep it apart with optax.masked."
+            )
+        group, _, storage = settings_of(path, leaf)
+        served = storage.bits_for(leaf.dtype) is not None
+        _, before, _ = asked.get(group, (None, False, ""))
+        asked[group] = storage.master_weight_bits, before or served, f"{name_of(path)!r} in {leaf.dtype}"
+    for bits, served, leaf_name in asked.values():
+        if bits in (24, 32) and not served:
+            raise ValueError(
+                f"{name} got master_weight_bits={bits} for float32 parameters alone, such as {leaf_name}; expected "
+                "parameters in bfloat16 or float16, which a correction can serve. Write master_weight_bits=None, or "
+                "cast them with jaxamp.cast_floating(params, jnp.bfloat16)."
+            )
+
+
+def _check_shards(name: str, leaf_name: str, param: Any, found: Groups) -> None:
+    """Refuse groups that lie on two devices: where the sharding is known."""
+    if isinstance(param, jax.core.Tracer) or not _is_sharded(param):
+        return
+    check_whole(name, leaf_name, found, param.sharding)
+
+
+def check_whole(name: str, leaf_name: str, found: Groups, sharding: Any) -> None:
+    """Refuse a sharding whose parts don't hold whole groups."""
+    shard = sharding.shard_shape(found.shape)
+    if not whole(found, shard):
+        raise ValueError(
+            f"{name} got the parameter {leaf_name!r} of shape {found.shape} in parts of {shard}; expected parts with "
+            f"whole groups of {found.size}. Shard another axis, write Storage(layout='rows') for groups along the "
+            f"axis before the last, or param_groups=[{{'params': {leaf_name!r}, 'quantize': False}}] for float32 "
+            "moments."
+        )
+
+
+def _check_leaf(
+    rule: Rule, settings: Settings, path: Any, param: Any, grad: Any, state: LeafState, instead: str
+) -> Groups:
+    """The groups of a leaf, as its state has them; an error that names it if the state is another's."""
+    if np.shape(grad) != param.shape or not jnp.issubdtype(grad.dtype, jnp.floating):
+        raise ValueError(
+            f"{rule.name} got a gradient of shape {np.shape(grad)} and dtype {grad.dtype} for {name_of(path)!r}; "
+            f"expected floats of shape {param.shape}. Pass jax.grad(loss)(params, ...)."
+        )
+    size, layout = settings.storage.group_size, settings.storage.layout
+    expected = set(rule.moments(settings.hyper))
+    arrays = {field: x for field, x in state._asdict().items() if x is not None}
+    found: Groups | None = groups(param.shape, size, layout)
+    if state.scales is not None:
+        found = groups_of(param.shape, state.scales.shape[1:], size)
+    fits = all(x.shape == param.shape for field, x in arrays.items() if field != "scales")
+    if found is None or not fits or expected != set(arrays) - {"scales", "correction"}:
+        shapes = ", ".join(f"{field} {x.shape}" for field, x in arrays.items()) or "nothing"
+        raise ValueError(
+            f"{rule.name} got a state with {shapes} for {name_of(path)!r}, which is of shape {param.shape}; expected "
+            f"{' and '.join(sorted(expected)) or 'no moments'} of that shape in groups of {size}. {instead}"
+        )
+    return found
+
+
+def _check_factor(name: str, scale: Any) -> Any:
+    if scale is None:
+        return None
+    if np.shape(scale) != ():
+        raise ValueError(
+            f"{name} got scale of shape {np.shape(scale)}; expected one number, by which gradients are multiplied. "
+            "Write step(params, state, grads, scale=1 / loss_scale)."
+        )
+    return jnp.asarray(scale, jnp.float32)
+
+
+def _check_ok(name: str, ok: Any) -> Any:
+    if ok is None:
+        return None
+    check_bool(name, ok, "step(params, state, grads, ok=jaxamp.all_finite(grads))")
+    return jnp.asarray(ok)
