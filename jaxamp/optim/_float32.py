@@ -1,21 +1,164 @@
-"""Weights and moments in float32, and back."""
+"""Weights and moments in float32, and back: to look at them, to leave for another optimizer or to come from one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._tree import is_inexact
-from ._paths import flatten
-from ._weights import join
+from ._codecs import MOMENTUM, VARIANCE, Codec
+from ._layout import Groups, Layout, groups, groups_of
+from ._leaf import LeafState, decoded
+from ._optimizer import FlashOptimizer, FlashState, as_trees, leaf_states
+from ._paths import flatten, flatten_like
+from ._scales import format_of
+from ._storage import Storage
+from ._weights import LOW, correction_dtype, join, rounded, split
+
+_CODECS: tuple[Codec, ...] = (MOMENTUM, VARIANCE)
+_INSTEAD = "Pass the parameters and the state that a step has returned together."
 
 
-def float32_weights(params: Any, state: Any) -> Any:
+class Float32(NamedTuple):
+    """Weights and moments in float32, in trees like that of the parameters.
+
+    Attributes:
+        count: The steps taken.
+        weights: Parameters with their corrections; leaves that are no floats as they are.
+        mu: First moments, None where there are none.
+        nu: Second moments, None where there are none.
+    """
+
+    count: Any
+    weights: Any
+    mu: Any
+    nu: Any
+
+
+def float32_weights(params: Any, state: FlashState) -> Any:
     """The weights that the optimizer sees: parameters with their corrections, in float32.
 
     Leaves that are no floats come back as they are.
     """
     _, leaves, structure = flatten(params)
-    corrections = structure.flatten_up_to(state.correction)
+    corrections = flatten_like("float32_weights", "corrections", state.correction, params, structure, _INSTEAD)
     return structure.unflatten(
         [join(jnp.asarray(p), c) if is_inexact(p) else p for p, c in zip(leaves, corrections, strict=True)]
     )
+
+
+def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Float32:
+    """Weights and moments of a compressed optimizer, in float32.
+
+    `optax.ScaleByAdamState(moments.count, moments.mu, moments.nu)` is the state to go on with in `optax.adamw`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer = optim.flash_adamw(1e-3)
+    >>> params = {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> float32 = optim.to_float32(optimizer, params, state)
+    >>> float32.weights["w"].dtype, f"{float32.mu['w'][0, 0]:.4f}"
+    (dtype('float32'), '0.0999')
+    """
+    paths, leaves, structure = flatten(params)
+    states = leaf_states("to_float32", state, params, structure, _INSTEAD)
+    columns: tuple[list[Any], list[Any]] = ([], [])
+    for path, leaf, old in zip(paths, leaves, states, strict=True):
+        moments = iter(_moments(old, optimizer.storage(path, leaf), leaf))
+        for column, stored in zip(columns, (old.mu, old.nu), strict=True):
+            column.append(None if stored is None else next(moments))
+    weights = float32_weights(params, state)
+    return Float32(state.count, weights, *(structure.unflatten(column) for column in columns))
+
+
+def from_float32(optimizer: FlashOptimizer, float32: Float32, like: Any) -> tuple[Any, FlashState]:
+    """Parameters, in the dtypes of `like`, and a state, from weights and moments in float32.
+
+    What `to_float32` returned comes back as the same weights and moments. A moment that is None is zero.
+    """
+    paths, leaves, structure = flatten(like)
+    name, instead = "from_float32", "Pass what to_float32 returned, or trees like the parameters."
+    weights = flatten_like(name, "weights", float32.weights, like, structure, instead)
+    fresh = leaf_states(name, optimizer.init(like), like, structure, instead)
+    given = [
+        [None] * len(leaves) if tree is None else flatten_like(name, f"{field} is", tree, like, structure, instead)
+        for field, tree in (("mu", float32.mu), ("nu", float32.nu))
+    ]
+    params, states = [], []
+    for path, leaf, x, mu, nu, old in zip(paths, leaves, weights, *given, fresh, strict=True):
+        if not is_inexact(leaf):
+            params.append(leaf)
+            states.append(old)
+            continue
+        storage, x = optimizer.storage(path, leaf), jnp.asarray(x, jnp.float32)
+        param, correction = _written(x, leaf.dtype, storage)
+        moments = [
+            jnp.zeros(leaf.shape, jnp.float32) if m is None else jnp.asarray(m, jnp.float32)
+            for m, stored in ((mu, old.mu), (nu, old.nu))
+            if stored is not None
+        ]
+        found = None if old.scales is None else groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
+        params.append(param)
+        states.append(_compressed(moments, old, found)._replace(correction=correction))
+    count = jnp.asarray(float32.count, jnp.int32)
+    return structure.unflatten(params), as_trees(count, states, structure)
+
+
+def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout: Layout) -> FlashState:
+    """The state with its groups along other axes.
+
+    An optimizer goes on with state of any layout. Where the groups change, moments are rounded once more; from `"flat"`
+    to `"last"` and back they don't, if the last axis is divisible.
+    """
+    paths, leaves, structure = flatten(params)
+    states = leaf_states("to_layout", state, params, structure, _INSTEAD)
+    for i, (path, leaf, old) in enumerate(zip(paths, leaves, states, strict=True)):
+        if old.scales is None:
+            continue
+        storage = optimizer.storage(path, leaf)
+        found = groups(leaf.shape, storage.group_size, layout)
+        before = groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
+        if before is not None and _same_order(before, found):
+            states[i] = old._replace(scales=old.scales.reshape(old.scales.shape[0], *found.scales_shape))
+        else:
+            states[i] = _compressed(_moments(old, storage, leaf), old, found)
+    return as_trees(state.count, states, structure)
+
+
+def _same_order(a: Groups, b: Groups) -> bool:
+    return a == b or (a.axis != -2 and b.axis != -2 and a.shape[-1:] != () and a.shape[-1] % a.size == 0)
+
+
+def _moments(state: LeafState, storage: Storage, leaf: Any) -> list[jax.Array]:
+    """The moments of a leaf in float32."""
+    if state.scales is None:
+        return [m for m in (state.mu, state.nu) if m is not None]
+    found = groups_of(leaf.shape, state.scales.shape[1:], storage.group_size)
+    if found is None:
+        raise ValueError(
+            f"got scales of shape {state.scales.shape} for an array of shape {leaf.shape}; expected groups of "
+            f"{storage.group_size}. Pass the optimizer that made the state."
+        )
+    view = lambda x: None if x is None else found.view(x)
+    viewed = state._replace(mu=view(state.mu), nu=view(state.nu))
+    return [found.unview(m) for m in decoded(viewed, _CODECS, found)]
+
+
+def _compressed(moments: list[jax.Array], like: LeafState, found: Groups | None) -> LeafState:
+    """Moments as a leaf stores them."""
+    names = [name for name in ("mu", "nu") if getattr(like, name) is not None]
+    if found is None or like.scales is None:
+        return like._replace(**dict(zip(names, moments, strict=True)))
+    form = format_of(like.scales)
+    views = [found.view(m) for m in moments]
+    tops = [codec.top(m, found.view_axis) for codec, m in zip(_CODECS, views)]
+    codes = [found.unview(c.encode(m, found.spread(top))) for c, m, top in zip(_CODECS, views, tops)]
+    return like._replace(scales=form.encode(jnp.stack(tops)), **dict(zip(names, codes, strict=True)))
+
+
+def _written(x: jax.Array, dtype: Any, storage: Storage) -> tuple[jax.Array, jax.Array | None]:
+    bits = storage.bits_for(dtype)
+    if bits is not None:
+        return split(x, dtype, correction_dtype(bits))
+    return (rounded(x, dtype)[0] if dtype in LOW else x.astype(dtype)), None

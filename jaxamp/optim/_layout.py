@@ -15,7 +15,7 @@ The scales of all moments of an array are one array, with the moments along its 
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,3 @@ def whole(found: Groups, shard: tuple[int, ...]) -> bool:
     if shard == found.shape:
         return True
     return found.axis is not None and shard[found.axis] % found.size == 0
-
-
-def scales_spec(spec: tuple[Any, ...], found: Groups) -> tuple[Any, ...]:
-    """How scales are sharded, given how their array is."""
-    return () if found.axis is None else (None, *spec)

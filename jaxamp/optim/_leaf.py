@@ -24,7 +24,7 @@ from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import Groups
 from ._rules import Moments, Rule, Scalars
 from ._scales import format_of
-from ._weights import LOW, error_of, join, rounded
+from ._weights import LOW, change_of, join, rounded, split
 
 
 class LeafState(NamedTuple):
@@ -130,15 +130,11 @@ def _weight(
     new = (x * (1.0 - how.decay) if shrinks else x) - u
     if correction is None:
         return rounded(new, param.dtype)[0] if param.dtype in LOW else new, None
-    low, wide = rounded(new, param.dtype)
-    if not how.delta:
-        return low, error_of(new, wide, param.dtype, correction.dtype)
-    # The parameter will be what `optax.apply_updates` makes of the change, which is `low` unless the parameter falls
-    # to a tiny part of what it was: the correction leads from there.
-    old = join(param, None)
-    change = wide - old
-    _, wide = rounded(old + change, param.dtype)
-    return change, error_of(new, wide, param.dtype, correction.dtype, clamp=True)
+    return (change_of if how.delta else _parameter)(param, new, correction.dtype)
+
+
+def _parameter(param: jax.Array, new: jax.Array, correction: Any) -> tuple[jax.Array, jax.Array]:
+    return split(new, param.dtype, correction)
 
 
 def _kept(how: How, param: jax.Array, state: LeafState, out: jax.Array, new: LeafState) -> tuple[jax.Array, LeafState]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import varying_axes
 from .._tree import check_bool, is_inexact
@@ -56,15 +56,17 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         init: `init(params)`, the state.
         update: `update(grads, state, params)`, the change of the parameters in float32, and the state.
         step: `step(params, state, grads, *, scale=None, ok=None)`, the parameters and the state.
-        storage: How state is stored.
+        storage: `storage(path, leaf)`, how the state of a leaf is stored.
+        name: The function that made it.
     """
 
     step: Callable[..., tuple[Any, FlashState]]
-    storage: Storage
+    storage: Callable[[Any, Any], Storage]
+    name: str
 
-    def __new__(cls, init: Any, update: Any, step: Any, storage: Storage) -> "FlashOptimizer":
+    def __new__(cls, init: Any, update: Any, step: Any, storage: Any, name: str) -> "FlashOptimizer":
         made = super().__new__(cls, init, update)
-        made.step, made.storage = step, storage
+        made.step, made.storage, made.name = step, storage, name
         return made
 
 
@@ -109,12 +111,12 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
             _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact(leaf) else LeafState()
             for path, leaf in zip(paths, leaves, strict=True)
         ]
-        return _as_trees(jnp.zeros((), jnp.int32), states, structure)
+        return as_trees(jnp.zeros((), jnp.int32), states, structure)
 
     def walk(params: Any, state: FlashState, grads: Any, scale: Any, ok: Any, delta: bool) -> tuple[Any, FlashState]:
         paths, leaves, structure = flatten(params)
         instead = f"Write state = optimizer.init(params) with {rule.name}, and pass on what each step returns."
-        states = _states(rule.name, state, params, structure, instead)
+        states = leaf_states(rule.name, state, params, structure, instead)
         given = flatten_like(rule.name, "gradients", grads, params, structure, "Pass jax.grad(loss)(params, ...).")
         scale, ok = _check_factor(rule.name, scale), _check_ok(rule.name, ok)
         how = _hows(rule, state.count, scale, ok, delta)
@@ -132,7 +134,7 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
                 out[i], states[i] = result, new
         count = state.count + 1
         count = count if ok is None else jnp.where(ok, count, state.count)
-        return structure.unflatten(out), _as_trees(count, states, structure)
+        return structure.unflatten(out), as_trees(count, states, structure)
 
     def update(
         grads: Any, state: FlashState, params: Any = None, *, scale: Any = None, ok: Any = None, **extra_args: Any
@@ -149,7 +151,7 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
     ) -> tuple[Any, FlashState]:
         return walk(params, state, grads, scale, ok, False)
 
-    return FlashOptimizer(init, update, step, storage)
+    return FlashOptimizer(init, update, step, lambda path, leaf: settings_of(path, leaf).storage, rule.name)
 
 
 # -- the state
@@ -160,25 +162,35 @@ def _init_leaf(rule: Rule, settings: Settings, path: Any, param: Any) -> LeafSta
     if param.size == 0:
         return LeafState()
     moments = rule.moments(settings.hyper)
-    zeros = jnp.zeros_like(param, dtype=jnp.float32)  # of the parameter's sharding
     bits = storage.bits_for(param.dtype)
     correction = None if bits is None else jnp.zeros_like(param, dtype=correction_dtype(bits))
     if not storage.quantize or not moments:
-        return LeafState(correction=correction, **dict.fromkeys(moments, zeros))
+        return LeafState(correction=correction, **{name: jnp.zeros_like(param, dtype=jnp.float32) for name in moments})
     found = groups(param.shape, storage.group_size, storage.layout)
     _check_shards(rule.name, name_of(path), param, found)
     codecs: dict[str, Codec] = {"mu": MOMENTUM, "nu": VARIANCE}
     codes = {name: jnp.zeros_like(param, dtype=codecs[name].dtype) for name in moments}
-    tops = [codecs[name].top(found.view(zeros), found.view_axis) for name in moments]
-    return LeafState(scales=FORMATS[storage.scales].encode(jnp.stack(tops)), correction=correction, **codes)
+    scales = jnp.zeros(
+        (len(moments), *found.scales_shape),
+        FORMATS[storage.scales].dtype,
+        device=scales_sharding(_sharding(param), found),
+    )
+    return LeafState(scales=scales, correction=correction, **codes)
 
 
-def _as_trees(count: jax.Array, states: list[LeafState], structure: Any) -> FlashState:
+def scales_sharding(sharding: Any, found: Groups) -> NamedSharding | None:
+    """How scales are sharded, given how their array is."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(() if found.axis is None else (None, *sharding.spec))))
+
+
+def as_trees(count: jax.Array, states: list[LeafState], structure: Any) -> FlashState:
     columns = ([getattr(state, field) for state in states] for field in LeafState._fields)
     return FlashState(count, *map(structure.unflatten, columns))
 
 
-def _states(name: str, state: Any, params: Any, structure: Any, instead: str) -> list[LeafState]:
+def leaf_states(name: str, state: Any, params: Any, structure: Any, instead: str) -> list[LeafState]:
     if not isinstance(state, FlashState):
         raise TypeError(f"{name} got {type(state).__name__} as its state; expected a FlashState. {instead}")
     columns = [
@@ -214,7 +226,7 @@ def _together(tasks: list[tuple[int, Settings, Leaf]]) -> list[list[tuple[int, S
     lists: dict[Any, list[tuple[int, Settings, Leaf]]] = {}
     for task in tasks:
         i, settings, (param, grad, state, found) = task
-        small = param.size < settings.storage.together and found.axis != -2 and not _is_sharded(param)
+        small = param.size < settings.storage.together and found.axis != -2 and _sharding(param) is None
         dtypes = tuple(None if x is None else x.dtype for x in (param, grad, *state))
         axes = frozenset().union(*(varying_axes(x) for x in (param, grad, *state) if x is not None))
         lists.setdefault((settings.group, dtypes, axes) if small else i, []).append(task)
@@ -228,10 +240,11 @@ def _stepped(how: How, part: list[tuple[int, Settings, Leaf]]) -> list[tuple[jax
     return unpack(leaves, *step_leaf(how, *pack(leaves)))
 
 
-def _is_sharded(x: Any) -> bool:
-    """Whether an array is known to be in parts. Under `jit` it is known of explicit axes alone."""
+def _sharding(x: Any) -> NamedSharding | None:
+    """How an array is cut into parts, where that is known: under `jit`, it is known of explicit axes alone."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    return isinstance(sharding, NamedSharding) and any(axis is not None for axis in sharding.spec)
+    cut = isinstance(sharding, NamedSharding) and any(axis is not None for axis in sharding.spec)
+    return sharding if cut else None
 
 
 # -- bad input
@@ -266,7 +279,7 @@ def _check_scalar(name: str, key: str, value: Any, where: str) -> None:
 
 def _check_bits(name: str, paths: list[Any], leaves: list[Any], settings_of: Any) -> None:
     """A parameter that no storage serves, and a correction that no parameter can have."""
-    asked: dict[int | None, tuple[Any, bool, str]] = {}
+    asked: dict[Any, tuple[bool, str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_inexact(leaf):
             continue
@@ -275,11 +288,11 @@ def _check_bits(name: str, paths: list[Any], leaves: list[Any], settings_of: Any
                 f"{name} got the parameter {name_of(path)!r} in {leaf.dtype}; expected bfloat16, float16 or float32. "
                 "Cast it with jaxamp.cast_floating(params, jnp.bfloat16), or keep it apart with optax.masked."
             )
-        group, _, storage = settings_of(path, leaf)
-        served = storage.bits_for(leaf.dtype) is not None
-        _, before, _ = asked.get(group, (None, False, ""))
-        asked[group] = storage.master_weight_bits, before or served, f"{name_of(path)!r} in {leaf.dtype}"
-    for bits, served, leaf_name in asked.values():
+        storage = settings_of(path, leaf).storage
+        before, _ = asked.get(storage.master_weight_bits, (False, ""))
+        served = before or storage.bits_for(leaf.dtype) is not None
+        asked[storage.master_weight_bits] = served, f"{name_of(path)!r} in {leaf.dtype}"
+    for bits, (served, leaf_name) in asked.items():
         if bits in (24, 32) and not served:
             raise ValueError(
                 f"{name} got master_weight_bits={bits} for float32 parameters alone, such as {leaf_name}; expected "
@@ -290,9 +303,9 @@ def _check_bits(name: str, paths: list[Any], leaves: list[Any], settings_of: Any
 
 def _check_shards(name: str, leaf_name: str, param: Any, found: Groups) -> None:
     """Refuse groups that lie on two devices: where the sharding is known."""
-    if isinstance(param, jax.core.Tracer) or not _is_sharded(param):
-        return
-    check_whole(name, leaf_name, found, param.sharding)
+    sharding = _sharding(param)
+    if sharding is not None:
+        check_whole(name, leaf_name, found, sharding)
 
 
 def check_whole(name: str, leaf_name: str, found: Groups, sharding: Any) -> None:

@@ -89,6 +89,18 @@ def split(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, jax.Arr
     return low, error_of(x, wide, dtype, correction)
 
 
+def change_of(param: jax.Array, new: jax.Array, correction: Any) -> tuple[jax.Array, jax.Array]:
+    """The change, in float32, that makes the parameter `new` rounded, and the correction that is left then.
+
+    The parameter will be what `optax.apply_updates` makes of the change: `new` rounded, unless it falls to a tiny part
+    of what it was, where float32 has no such difference. The correction leads to `new` from there.
+    """
+    old = widen(param)
+    change = rounded(new, param.dtype)[1] - old
+    _, wide = rounded(old + change, param.dtype)
+    return change, error_of(new, wide, param.dtype, correction, clamp=True)
+
+
 def error_of(x: jax.Array, wide: jax.Array, dtype: Any, correction: Any, *, clamp: bool = False) -> jax.Array:
     """The correction that leads from a parameter, `wide` in float32, to `x`; `clamp` where it may be out of reach."""
     largest = _LARGEST[jnp.dtype(correction)]

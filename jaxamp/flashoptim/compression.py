@@ -1,0 +1,60 @@
+"""Weights as low-precision parameters and corrections, as flashoptim-jax has them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._tree import cast_floating
+from ..optim._paths import flatten, flatten_like
+from ..optim._storage import Storage
+from ..optim._weights import LOW, correction_dtype, join, split
+
+
+def no_ecc_leaf() -> jax.Array:
+    """What stands where there is no correction: an int32 zero."""
+    return jnp.zeros((), jnp.int32)
+
+
+def cast_tree_bf16(tree: Any) -> Any:
+    """A pytree with its floats in bfloat16."""
+    return cast_floating(tree, jnp.bfloat16)
+
+
+def has_ecc(theta_lp: Any, rho: Any) -> bool:
+    """Whether a parameter has a correction."""
+    return jnp.asarray(theta_lp).dtype in LOW and jnp.asarray(rho).dtype in (jnp.int8, jnp.int16)
+
+
+def split_leaf(
+    theta: Any, narrow_dtype: Any = jnp.bfloat16, master_weight_bits: int | None = 24
+) -> tuple[jax.Array, jax.Array]:
+    """A float32 array as a parameter and its correction, if it can have one."""
+    theta = jnp.asarray(theta, jnp.float32)
+    bits = Storage(master_weight_bits=master_weight_bits).bits_for(narrow_dtype)  # type: ignore[arg-type]
+    if bits is None:
+        return theta.astype(narrow_dtype), no_ecc_leaf()
+    return split(theta, narrow_dtype, correction_dtype(bits))
+
+
+def reconstruct_leaf(theta_lp: Any, rho: Any) -> jax.Array:
+    """What `split_leaf` was given, but for rounding."""
+    theta_lp, rho = jnp.asarray(theta_lp), jnp.asarray(rho)
+    return join(theta_lp, rho) if has_ecc(theta_lp, rho) else theta_lp.astype(jnp.float32)
+
+
+def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
+    """The float32 weights of a tree of parameters and one of corrections."""
+    return jax.tree.map(reconstruct_leaf, params_lp, errors)
+
+
+def set_fp32_params(fp32_params: Any, param_template: Any, master_weight_bits: int | None = 24) -> tuple[Any, Any]:
+    """Trees of parameters and corrections from float32 weights, in the dtypes of a template."""
+    _, leaves, structure = flatten(param_template)
+    instead = "Pass two trees of the same structure."
+    weights = flatten_like("set_fp32_params", "fp32_params", fp32_params, param_template, structure, instead)
+    pairs = [
+        split_leaf(x, jnp.asarray(like).dtype, master_weight_bits) for x, like in zip(weights, leaves, strict=True)
+    ]
+    params, corrections = ([pair[i] for pair in pairs] for i in (0, 1))
+    return structure.unflatten(params), structure.unflatten(corrections)

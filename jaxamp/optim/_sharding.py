@@ -1,0 +1,63 @@
+"""How the state of sharded parameters is sharded: as they are."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._tree import is_inexact
+from ._layout import groups
+from ._optimizer import FlashOptimizer, FlashState, check_whole, scales_sharding
+from ._paths import flatten, flatten_like, name_of
+
+
+def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> FlashState:
+    """The shardings of a state, from those of the parameters: a step then communicates nothing.
+
+    `optimizer.init` follows the shardings of the arrays that it is given. Under `jit` it can't see them, and this is
+    what `out_shardings` wants; so do checkpoints that are restored.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters, or `jax.ShapeDtypeStruct`s.
+        shardings: A `NamedSharding` for each of them, in a tree of their structure.
+
+    Returns:
+        A `FlashState` of shardings.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> from jaxamp import optim
+    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> params = {"w": jnp.ones((64, 32), jnp.bfloat16)}
+    >>> optimizer, rows = optim.flash_adamw(1e-3), {"w": NamedSharding(mesh, PartitionSpec("x", None))}
+    >>> shardings = optim.state_shardings(optimizer, params, rows)
+    >>> tuple(shardings.mu["w"].spec), tuple(shardings.scales["w"].spec)
+    (('x', None), (None, 'x', None))
+    >>> state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    """
+    paths, leaves, structure = flatten(params)
+    instead = "Write jax.tree.map(lambda x: x.sharding, params)."
+    given = flatten_like("state_shardings", "shardings", shardings, params, structure, instead)
+    states = jax.eval_shape(optimizer.init, params)
+    columns: dict[str, list[Any]] = {field: [] for field in FlashState._fields[1:]}
+    for i, (path, leaf, sharding) in enumerate(zip(paths, leaves, given, strict=True)):
+        for field, column in columns.items():
+            stored = structure.flatten_up_to(getattr(states, field))[i]
+            column.append(None if stored is None else _sharding_of(optimizer, field, path, leaf, sharding))
+    mesh = next((s.mesh for s, leaf in zip(given, leaves, strict=True) if s is not None and is_array(leaf)), None)
+    count = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return FlashState(count, *(structure.unflatten(column) for column in columns.values()))
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) or is_inexact(x)
+
+
+def _sharding_of(optimizer: FlashOptimizer, field: str, path: Any, leaf: Any, sharding: Any) -> Any:
+    if field != "scales":
+        return sharding
+    storage = optimizer.storage(path, leaf)
+    found = groups(leaf.shape, storage.group_size, storage.layout)
+    check_whole(optimizer.name, name_of(path), found, sharding)
+    return scales_sharding(sharding, found)

@@ -1,0 +1,193 @@
+"""Any Optax optimizer with compressed moments, and any with weights of more bits than its parameters."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import tree_util as jtu
+
+from .._tree import is_inexact
+from ._codecs import MOMENTUM, VARIANCE, Codec
+from ._layout import groups, groups_of
+from ._paths import flatten, flatten_like
+from ._scales import FORMATS, format_of
+from ._storage import Storage
+from ._weights import LOW, change_of, correction_dtype, join
+
+# What Optax's states call moments: those of both signs, and those that are never negative.
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("mu", "trace", "ema", "m"), "momentum"),
+    **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "v"), "variance"),
+}
+_STORAGE = Storage()
+
+
+class Compressed(NamedTuple):
+    """A moment in bytes, in the place of an array."""
+
+    values: jax.Array
+    scales: jax.Array
+
+
+class CompressedState(NamedTuple):
+    """The state of an optimizer under `compress_state`: `inner` with `Compressed` in the place of its moments."""
+
+    count: Any
+    inner: Any
+
+
+def compress_state(
+    tx: optax.GradientTransformation, *, storage: Storage = _STORAGE, kinds: Mapping[str, str] = KINDS
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose moments are stored in bytes. The rest of its state is as it was.
+
+    Moments are found by the names of the fields that hold them, and by their shapes, which are those of parameters.
+    Each step makes float32 of them and writes them again: XLA may hold all of them for a moment, which the optimizers
+    of this package don't.
+
+    Args:
+        tx: Any Optax optimizer.
+        storage: How moments are stored. Corrections and small arrays are none of its business here.
+        kinds: `"momentum"` for a field with numbers of both signs, `"variance"` for one that is never negative. What is
+            not named is left alone.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import optim
+    >>> params = {"w": jnp.ones((64, 64))}
+    >>> plain, compressed = optax.lamb(1e-3), optim.compress_state(optax.lamb(1e-3))
+    >>> [round(optim.optimizer_bytes(tx, params).per_parameter, 2) for tx in (plain, compressed)]
+    [12.0, 6.13]
+    """
+    codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": VARIANCE}
+    if not storage.variance_floor:
+        codecs["variance"] = type(VARIANCE)(floor=False)
+    for field, kind in kinds.items():
+        if kind not in codecs:
+            raise ValueError(
+                f"compress_state got {kind!r} for {field!r}; expected 'momentum' or 'variance'. Write "
+                f"kinds={{{field!r}: 'momentum'}}, and leave out fields that are no moments."
+            )
+    tx = optax.with_extra_args_support(tx)
+
+    def codec_of(path: Any) -> Codec | None:
+        names = [str(getattr(entry, "name", getattr(entry, "key", ""))) for entry in path]
+        kind = next((kinds[name] for name in reversed(names) if name in kinds), None)
+        return None if kind is None else codecs[kind]
+
+    def encode(path: Any, x: Any, count: Any) -> Any:
+        codec = codec_of(path)
+        if codec is None:
+            return x
+        found = groups(x.shape, storage.group_size, storage.layout)
+        view = found.view(x.astype(jnp.float32))
+        top = codec.top(view, found.view_axis)
+        values = found.unview(codec.encode(view, found.spread(top)))
+        return Compressed(values, FORMATS[storage.scales].encode(top, count))
+
+    def decode(path: Any, x: Any) -> Any:
+        codec = codec_of(path)
+        if not isinstance(x, Compressed) or codec is None:
+            return x
+        found = groups_of(x.values.shape, x.scales.shape, storage.group_size)
+        if found is None:
+            raise ValueError(
+                f"compress_state got scales of shape {x.scales.shape} for moments of shape {x.values.shape}; expected "
+                f"groups of {storage.group_size}. Pass the storage that the state was made with."
+            )
+        scale = found.spread(format_of(x.scales).decode(x.scales))
+        return found.unview(codec.decode(found.view(x.values), scale))
+
+    def is_compressed(x: Any) -> bool:
+        return isinstance(x, Compressed)
+
+    def init(params: Any) -> CompressedState:
+        shapes = {x.shape for x in jax.tree.leaves(params) if is_inexact(x) and x.size}
+        moment = lambda x: is_inexact(x) and not jnp.iscomplexobj(x) and x.shape in shapes
+        count = jnp.zeros((), jnp.int32)
+        inner = jtu.tree_map_with_path(lambda p, x: encode(p, x, None) if moment(x) else x, tx.init(params))
+        return CompressedState(count, inner)
+
+    def update(updates: Any, state: CompressedState, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        count = state.count + 1
+        inner = jtu.tree_map_with_path(decode, state.inner, is_leaf=is_compressed)
+        updates, inner = tx.update(updates, inner, params, **extra_args)
+        again = lambda path, old, new: encode(path, new, count) if is_compressed(old) else new
+        return updates, CompressedState(count, jtu.tree_map_with_path(again, state.inner, inner, is_leaf=is_compressed))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class MasterState(NamedTuple):
+    """The state of an optimizer under `with_master_weights`: what parameters lack, and `inner`."""
+
+    correction: Any
+    inner: Any
+
+
+def with_master_weights(
+    tx: optax.GradientTransformation, *, master_weight_bits: int = 24
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that sees bfloat16 and float16 parameters as float32 weights of 24 or 32 bits.
+
+    The weight is the parameter and a correction of one byte or of two, in the state. Gradients, moments and updates are
+    float32. The parameter is the weight rounded: after `optax.apply_updates`, and after `jaxamp.update_if_finite`.
+
+    Args:
+        tx: Any Optax optimizer.
+        master_weight_bits: 24, or 32.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import optim
+    >>> tx, params = optim.with_master_weights(optax.sgd(1e-4)), jnp.ones(4, jnp.bfloat16)
+    >>> state = tx.init(params)
+    >>> for _ in range(30):  # each too small for bfloat16
+    ...     updates, state = tx.update(jnp.ones(4), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> params
+    Array([0.996094, 0.996094, 0.996094, 0.996094], dtype=bfloat16)
+
+    **Sharp edges**
+
+    - What changes updates after it in an `optax.chain` makes the parameter another one than the correction is for.
+    """
+    if isinstance(master_weight_bits, bool) or master_weight_bits not in (24, 32):
+        raise ValueError(
+            f"with_master_weights got master_weight_bits={master_weight_bits!r}; expected 24 or 32. Write "
+            "with_master_weights(tx, master_weight_bits=24)."
+        )
+    tx, kind = optax.with_extra_args_support(tx), correction_dtype(master_weight_bits)
+
+    def low(x: Any) -> bool:
+        return is_inexact(x) and x.dtype in LOW
+
+    def init(params: Any) -> MasterState:
+        correction = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=kind) if low(p) else None, params)
+        return MasterState(correction, tx.init(jax.tree.map(lambda p: join(p, None) if low(p) else p, params)))
+
+    def update(updates: Any, state: MasterState, params: Any = None, **extra_args: Any) -> tuple[Any, MasterState]:
+        if params is None:
+            raise ValueError(
+                "with_master_weights got no parameters in update; expected them, for their correction is in the state. "
+                "Write optimizer.update(grads, state, params)."
+            )
+        _, leaves, structure = flatten(params)
+        instead = "Write state = optimizer.init(params), and pass on what each update returns."
+        corrections = flatten_like("with_master_weights", "a state", state.correction, params, structure, instead)
+        given = flatten_like("with_master_weights", "gradients", updates, params, structure, "Pass jax.grad's.")
+        pairs = list(zip(leaves, corrections, strict=True))
+        weights = structure.unflatten([join(p, c) if low(p) else p for p, c in pairs])
+        grads = structure.unflatten(
+            [g.astype(jnp.float32) if low(p) and g is not None else g for p, g in zip(leaves, given, strict=True)]
+        )
+        changes, inner = tx.update(grads, state.inner, weights, **extra_args)
+        changes = structure.flatten_up_to(changes)
+        written = [
+            change_of(p, join(p, c) + u.astype(jnp.float32), kind) if low(p) and u is not None else (u, c)
+            for (p, c), u in zip(pairs, changes, strict=True)
+        ]
+        out, corrections = ([pair[i] for pair in written] for i in (0, 1))
+        return structure.unflatten(out), MasterState(structure.unflatten(corrections), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)

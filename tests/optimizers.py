@@ -1,0 +1,41 @@
+"""What the tests of compressed optimizers share: trees, gradients, and the five optimizers beside Optax's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxamp import optim
+
+# Ours, and what it must be but for the codecs.
+PAIRS = {
+    "adamw": (optim.flash_adamw, optax.adamw, {"b2": 0.99, "weight_decay": 0.1}),
+    "adam": (optim.flash_adam, optax.adam, {"b1": 0.8, "b2": 0.99}),
+    "sgd": (optim.flash_sgd, optax.sgd, {}),
+    "momentum": (optim.flash_sgd, optax.sgd, {"momentum": 0.9}),
+    "nesterov": (optim.flash_sgd, optax.sgd, {"momentum": 0.9, "nesterov": True}),
+    "lion": (optim.flash_lion, optax.lion, {"weight_decay": 0.1}),
+}
+
+
+def tree(dtype, seed=0):
+    """Groups along the last axis, a tail, a scalar."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (4, 64), "odd": (3, 17), "s": ()}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype) for name, shape in shapes.items()}
+
+
+def gradients(params, step, seed=1, noise=0.5):
+    """Gradients with a direction of their own and noise around it."""
+    fixed, rng = np.random.default_rng(seed), np.random.default_rng((seed, step))
+    return jax.tree.map(
+        lambda p: jnp.asarray(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape), jnp.float32), params
+    )
+
+
+def distance(a, b):
+    """The norm of the difference."""
+    squares = jax.tree.map(
+        lambda x, y: float(np.sum((np.asarray(x, np.float64) - np.asarray(y, np.float64)) ** 2)), a, b
+    )
+    return sum(jax.tree.leaves(squares)) ** 0.5

@@ -1,0 +1,213 @@
+"""`jaxamp.flashoptim` beside flashoptim-jax 0.1.0, run eagerly on its plain path; one test for each fault of it."""
+
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backend import starts_no_backend
+from bits import assert_same_bits
+from faces import assert_accepts, raises
+from optimizers import distance, gradients, tree
+
+from jaxamp import flashoptim
+from jaxamp.flashoptim import compression, quantization
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+CONSTRUCTORS = "flash_adam flash_adamw flash_sgd flash_sgdw flash_lion".split()
+STEPS = 50
+
+
+@pytest.fixture
+def peer():
+    return pytest.importorskip("flashoptim_jax", reason="flashoptim-jax is not installed")
+
+
+def run(module, name, params, **options):
+    """50 steps: by the peer eagerly on its plain path, by us compiled and rounding as it does."""
+    if module is flashoptim:
+        options |= {"variance_floor": False} if "adam" in name else {}
+    else:
+        options |= {"fused": False}
+    optimizer = getattr(module, name)(**options)
+    with jax.numpy_dtype_promotion("strict" if module is flashoptim else "standard"):
+        state, step = optimizer.init(params), jax.jit(optimizer.step) if module is flashoptim else optimizer.step
+        for i in range(STEPS):
+            params, state = step(params, state, gradients(params, i))
+    return params, state
+
+
+CASES = {
+    "adamw-bfloat16": ("flash_adamw", BF16, {}),
+    "adamw-float16": ("flash_adamw", F16, {}),
+    "adamw-float32": ("flash_adamw", F32, {"master_weight_bits": None}),
+    "adamw-32-bits": ("flash_adamw", BF16, {"master_weight_bits": 32}),
+    "adamw-float16-32-bits": ("flash_adamw", F16, {"master_weight_bits": 32}),
+    "adamw-groups-of-64": ("flash_adamw", BF16, {"group_size": 64}),
+    "adamw-float32-moments": ("flash_adamw", BF16, {"quantize": False}),
+    "adamw-param-groups": ("flash_adamw", BF16, {"param_groups": [{"params": "odd", "weight_decay": 0.5}]}),
+    "adam": ("flash_adam", BF16, {"weight_decay": 0.1}),
+    "sgd": ("flash_sgd", BF16, {}),
+    "sgd-momentum": ("flash_sgd", BF16, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "sgd-nesterov": ("flash_sgd", F16, {"momentum": 0.9, "nesterov": True}),
+    "sgdw-momentum": ("flash_sgdw", BF16, {"momentum": 0.9, "weight_decay": 0.1}),
+    "lion": ("flash_lion", BF16, {"weight_decay": 0.1}),
+    "lion-float32-moments": ("flash_lion", F32, {"quantize": False, "master_weight_bits": None}),
+}
+# The way from its weights to ours, over the way that they have gone. Its plain path rounds differences of parameters
+# (fault 2), and a sign of Lion's that falls the other way is two steps.
+TOLERANCE, OF_LION = 2e-3, 2e-2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fifty_steps_are_the_peers(peer, case):
+    name, dtype, options = CASES[case]
+    params = {k: v for k, v in tree(dtype).items() if k != "s"}
+    ours, theirs = (run(module, name, params, learning_rate=3e-3, **options) for module in (flashoptim, peer))
+    weights = [flashoptim.reconstruct_weights(params, state.ecc) for params, state in (ours, theirs)]
+    start = jax.tree.map(lambda x: x.astype(F32), params)
+    assert distance(*weights) <= (OF_LION if "lion" in case else TOLERANCE) * distance(weights[1], start)
+    assert int(ours[1].count) == int(theirs[1].count) == STEPS
+    types = lambda state: jax.tree.map(lambda x: (x.shape, str(x.dtype)), tuple(map(jax.tree.leaves, state)))
+    assert types(ours[1]) == types(theirs[1])
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors_have_the_peers_signatures(peer, name):
+    assert_accepts(getattr(peer, name), getattr(flashoptim, name))
+
+
+def test_all_names_of_the_peer_are_there(peer):
+    assert sorted(flashoptim.__all__) == sorted(peer.__all__)
+    for name in peer.__all__:
+        theirs, ours = getattr(peer, name), getattr(flashoptim, name)
+        if inspect.isfunction(theirs):
+            assert_accepts(theirs, ours)
+        else:
+            assert ours._fields == theirs._fields
+    for ours, module in ((quantization, "quantization"), (compression, "compression")):
+        theirs = importlib.import_module(f"flashoptim_jax.{module}")
+        public = [n for n, f in vars(theirs).items() if inspect.isfunction(f) and not n.startswith("_")]
+        assert all(hasattr(ours, name) for name in public)
+
+
+def test_arrays_are_quantised_as_the_peer_does(peer):
+    x = jax.random.normal(jax.random.key(0), (5, 37))
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = peer.quantize_momentum(x), peer.quantize_variance(x * x, 16)
+        back = peer.dequantize_momentum(theirs[0]), peer.dequantize_variance(theirs[1], 16)
+    ours = flashoptim.quantize_momentum(x), flashoptim.quantize_variance(x * x, 16, floor=False)
+    for mine, its in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (mine.dtype, mine.shape) == (its.dtype, its.shape)
+        assert float(jnp.mean(mine != its)) < 0.02  # ties
+        assert float(jnp.max(jnp.abs(mine.astype(F32) - its.astype(F32)))) <= 1
+    again = flashoptim.dequantize_momentum(theirs[0]), flashoptim.dequantize_variance(theirs[1], 16)
+    for mine, its in zip(again, back, strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(BF16, 24), (BF16, 32), (F16, 24), (F16, 32), (BF16, None), (F32, 24)])
+def test_weights_are_split_as_the_peer_does(peer, dtype, bits):
+    x = jnp.concatenate([jax.random.normal(jax.random.key(0), 4096), jnp.array([0.0, -0.0, 1.0, 3e-6, 0.9999])])
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = peer.split_leaf(x, dtype, bits)
+        back = peer.reconstruct_leaf(*theirs)
+    ours = flashoptim.split_leaf(x, dtype, bits)
+    assert_same_bits(ours, theirs)
+    np.testing.assert_allclose(flashoptim.reconstruct_leaf(*theirs), back, rtol=2e-7)
+    params, ecc = flashoptim.set_fp32_params({"w": x}, {"w": theirs[0]}, bits)
+    assert_same_bits((params["w"], ecc["w"]), ours)
+
+
+def test_its_state_dicts_are_read_and_ours_are_its(peer):
+    params = {k: v for k, v in tree(BF16).items() if k == "w"}
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = run(peer, "flash_adamw", params)[1]
+        saved = peer.flash_adamw_state_dict(theirs)
+    loaded = flashoptim.load_flash_adamw_state_dict(saved)
+    assert type(loaded) is flashoptim.FlashAdamState
+    assert_same_bits([*map(jax.tree.leaves, loaded)], [*map(jax.tree.leaves, theirs)])
+    with jax.numpy_dtype_promotion("standard"):
+        again = peer.load_flash_adamw_state_dict(flashoptim.flash_adamw_state_dict(loaded))
+    assert_same_bits([*map(jax.tree.leaves, again)], [*map(jax.tree.leaves, theirs)])
+    for name in ("sgd", "lion"):
+        state = getattr(flashoptim, f"flash_{name}")(1e-3).init(params)
+        saved = getattr(flashoptim, f"flash_{name}_state_dict")(state)
+        assert_same_bits(getattr(flashoptim, f"load_flash_{name}_state_dict")(saved), state)
+    with raises(ValueError, "got a state dict without 'nu'; expected count, mu, nu, ecc", "Pass what"):
+        flashoptim.load_flash_adamw_state_dict(saved)
+
+
+# -- faults
+
+
+def test_fault_2_the_parameter_is_the_weight_rounded():
+    params = {"w": jax.random.normal(jax.random.key(0), (4, 64)).astype(BF16)}
+    optimizer = flashoptim.flash_adamw(0.3)
+    new, state = jax.jit(optimizer.step)(params, optimizer.init(params), gradients(params, 0))
+    weight = flashoptim.reconstruct_weights(new, state.ecc)["w"]
+    ties = jnp.abs(state.ecc["w"]) == 127
+    assert jnp.all((weight.astype(BF16) == new["w"]) | ties)
+
+
+def test_fault_3_low_gradients_are_read_as_they_are():
+    params = {"w": jnp.ones((4, 64), BF16)}
+    optimizer = flashoptim.flash_adamw()
+    grads = jax.tree.map(lambda g: g.astype(BF16), gradients(params, 0))
+    state, step = optimizer.init(params), jax.jit(optimizer.step)
+    assert_same_bits(step(params, state, grads), step(params, state, jax.tree.map(lambda g: g.astype(F32), grads)))
+
+
+def test_fault_6_a_step_can_be_skipped():
+    params = {"w": jnp.ones((4, 64), BF16)}
+    optimizer = flashoptim.flash_lion()
+    state = optimizer.init(params)
+    step = jax.jit(lambda p, s, g: optimizer.step(p, s, g, scale=0.5, ok=False))
+    assert_same_bits(step(params, state, gradients(params, 0)), (params, state))
+
+
+def test_fault_7_a_variance_is_not_stored_as_zero(peer):
+    x = jnp.array([1e-8, 1.0])
+    assert flashoptim.quantize_variance(x).values.tolist() == [1, 255]
+    with jax.numpy_dtype_promotion("standard"):
+        assert peer.quantize_variance(x).values.tolist() == [0, 255]
+
+
+def test_fault_9_any_group_size_will_do(peer):
+    assert flashoptim.flash_adamw(group_size=40).init({"w": jnp.ones(80, BF16)}).mu["w"].scales.shape == (2,)
+    with pytest.raises(ValueError, match="group_size"):
+        peer.flash_adamw(group_size=40)
+
+
+def test_fault_11_leaves_that_are_no_floats_stay():
+    assert flashoptim.cast_tree_bf16({"w": jnp.ones(2), "n": jnp.arange(2)})["n"].dtype == jnp.int32
+    params = {"w": jnp.ones(32, BF16), "n": jnp.arange(2), "e": jnp.zeros((0, 3), BF16)}
+    optimizer = flashoptim.flash_adamw()
+    new, _ = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones(32), "n": None, "e": params["e"]})
+    assert_same_bits((new["n"], new["e"]), (params["n"], params["e"]))
+
+
+def test_fault_12_errors_name_the_leaf():
+    optimizer, params = flashoptim.flash_adamw(), {"w": jnp.ones(32, BF16)}
+    state = optimizer.init({"v": jnp.ones(32, BF16)})
+    with raises(ValueError, "flash_adamw got a state that is without a leaf for 'w'; expected", "Write state"):
+        optimizer.step(params, state, params)
+    state = optimizer.init({"w": jnp.ones(64, BF16)})
+    with raises(ValueError, "flash_adamw got a state with", "for 'w'", "expected mu and nu", "Write state"):
+        optimizer.step(params, state, params)
+    with raises(TypeError, "flash_adamw got tuple as its state; expected", "Write state"):
+        optimizer.step(params, (), params)
+    with raises(ValueError, "master_weight_bits=24 for float32 parameters alone, such as 'w'"):
+        optimizer.init({"w": jnp.ones(32)})
+    with raises(ValueError, "flash_sgdw got nesterov=True with momentum=0.0", "expected a momentum", "Write"):
+        flashoptim.flash_sgdw(nesterov=True)
+    with raises(ValueError, r"\(3,\) scales for values of shape \(64,\); expected \(2,\)", "Pass the group size"):
+        flashoptim.dequantize_momentum(flashoptim.QuantizedArray(jnp.ones(64, jnp.int8), jnp.ones(3, F16)))
+    with raises(ValueError, "set_fp32_params got fp32_params without a leaf for 'w'", "expected", "Pass two"):
+        flashoptim.set_fp32_params({}, params)
+
+
+def test_importing_it_starts_no_backend():
+    assert starts_no_backend("from jaxamp import flashoptim, optim")
