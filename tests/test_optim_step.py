@@ -17,6 +17,7 @@ from jaxamp.optim import Storage
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 PLAIN = Storage(quantize=False, master_weight_bits=None)
 each = pytest.mark.parametrize("name", PAIRS)
+weights_of = jax.jit(optim.float32_weights)
 
 
 def run(optimizer, params, steps, grads=gradients, **kwargs):
@@ -57,7 +58,7 @@ def test_compressed_it_is_optax_within_the_codecs_error(name, dtype):
     ours, theirs, options = PAIRS[name]
     params = tree(dtype)
     start = jax.tree.map(lambda x: x.astype(F32), params)
-    got = optim.float32_weights(*run(ours(3e-3, **options), params, 200))
+    got = weights_of(*run(ours(3e-3, **options), params, 200))
     expected, _ = run_optax(theirs(3e-3, **options), start, 200)
     assert distance(got, expected) <= (0.05 if name == "lion" else 0.02) * distance(expected, start)
 
@@ -70,7 +71,7 @@ def test_a_correction_is_what_keeps_small_updates():
     errors = {}
     for bits in (None, 24, 32):
         optimizer = optim.flash_adamw(1e-4, storage=Storage(master_weight_bits=bits))
-        errors[bits] = distance(optim.float32_weights(*run(optimizer, params, 100)), expected)
+        errors[bits] = distance(weights_of(*run(optimizer, params, 100)), expected)
     assert errors[32] < errors[24] < errors[None] / 5
 
 
@@ -87,7 +88,7 @@ def test_l2_decay_is_a_part_of_the_gradient():
 def test_sgdw_decays_apart_from_the_gradient_and_dampens():
     p, g = jnp.full(4, 2.0), jnp.full(4, 0.5)
     optimizer = optim.flash_sgdw(0.1, momentum=0.9, dampening=0.5, weight_decay=0.2, storage=PLAIN)
-    got, state = optimizer.step(p, optimizer.init(p), g)
+    got, state = jax.jit(optimizer.step)(p, optimizer.init(p), g)
     np.testing.assert_allclose(got, 2.0 * (1 - 0.1 * 0.2) - 0.1 * 0.25, rtol=1e-6)
     np.testing.assert_allclose(state.mu, 0.25)
 
@@ -235,7 +236,7 @@ def test_leaves_of_all_kinds(name, together):
 def test_a_leaf_without_a_gradient_stays():
     optimizer, params = optim.flash_adamw(0.1), {"w": jnp.ones(32), "frozen": jnp.ones(32)}
     state = optimizer.init(params)
-    new, after = optimizer.step(params, state, {"w": jnp.ones(32), "frozen": None})
+    new, after = jax.jit(optimizer.step)(params, state, {"w": jnp.ones(32), "frozen": None})
     assert_same_bits((new["frozen"], after.mu["frozen"]), (params["frozen"], state.mu["frozen"]))
     assert float(new["w"][0]) < 1
 
@@ -281,7 +282,7 @@ def test_no_second_step_is_traced():
 
 
 def test_two_steps_compiled_as_one_are_two_steps():
-    optimizer, params = optim.flash_adamw(1e-2, storage=Storage(scales="float16")), tree(F16)
+    optimizer, params = optim.flash_adamw(1e-2, storage=Storage(scales="float16")), {"w": tree(F16)["w"]}
     g = [gradients(params, i) for i in range(2)]
     two = jax.jit(lambda p, s: optimizer.step(*optimizer.step(p, s, g[0]), g[1]))
     state = optimizer.init(params)
@@ -289,7 +290,7 @@ def test_two_steps_compiled_as_one_are_two_steps():
     once = step(*step(params, state, g[0]), g[1])
     got = two(params, state)
     np.testing.assert_allclose(
-        *(np.concatenate([np.ravel(x) for x in jax.tree.leaves(optim.float32_weights(*r))]) for r in (got, once)),
+        *(np.concatenate([np.ravel(x) for x in jax.tree.leaves(weights_of(*r))]) for r in (got, once)),
         rtol=1e-5,
     )
 
@@ -306,7 +307,7 @@ def test_the_first_group_that_selects_a_leaf_is_its():
     ]
     optimizer = optim.flash_adamw(0.1, weight_decay=1.0, param_groups=groups)
     state = optimizer.init(params)
-    new, _ = optimizer.step(params, state, jax.tree.map(jnp.zeros_like, params))
+    new, _ = jax.jit(optimizer.step)(params, state, jax.tree.map(jnp.zeros_like, params))
     got = {"/".join(str(k.key) for k in path): float(x[0]) for path, x in jax.tree.leaves_with_path(new)}
     assert got == pytest.approx({"w": 0.9, "bias": 1.0, "norm/g": 1.0, "norm/bias": 1.0})
     assert [state.mu[name].dtype for name in ("w", "bias")] == [jnp.int8, F32]

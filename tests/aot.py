@@ -1,0 +1,131 @@
+"""Programs compiled for an H200 on a machine that has none: the text of the program, and the bytes that it needs.
+
+It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a process of its own:
+
+    python aot.py < questions.json > answers.json
+
+A question is `[name, shape, parameter dtype, gradient dtype, options]`, or `["release"]`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def why_not():
+    """Why nothing can be compiled for a GPU here, or None."""
+    import jax
+
+    if not find_spec("jax_cuda12_plugin"):
+        return "needs JAX's CUDA plugin, to compile for a GPU"
+    return None if jax.__version__.startswith("0.10.") else "compiling without a GPU was written for jax 0.10"
+
+
+def ask(questions):
+    """The answers of a process of its own, for it must know of no other backend."""
+    root = Path(__file__).parent.parent
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
+    command, question = [sys.executable, __file__], json.dumps(questions)
+    out = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 0, out.stderr[-2000:]
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def topology():
+    """A deviceless topology. The platform's name is resolved among started backends, of which CUDA is none."""
+    import jax._src.xla_bridge as bridge
+    from jax.experimental import topologies
+
+    resolve = bridge.canonicalize_platform
+    bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else resolve(name)
+    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+
+
+def main():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import jaxamp
+    from jaxamp import optim
+
+    sharding = NamedSharding(Mesh(np.array(topology().devices[:1]), ("d",)), PartitionSpec())
+
+    def compiled(fn, *args):
+        specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+        return jax.jit(fn, donate_argnums=(0, 1)).lower(*specs).compile()
+
+    def one(name, shape, dtype, grad_dtype, options):
+        optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
+        params = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        grads = jax.ShapeDtypeStruct(params.shape, jnp.dtype(grad_dtype))
+        checked = lambda p, s, g: optimizer.step(p, s, g, scale=2.0**-7, ok=jaxamp.all_finite(g))
+        step = checked if options.get("scaled") else optimizer.step
+        program = compiled(step, params, jax.eval_shape(optimizer.init, params), grads)
+        text = program.as_text()
+        entry = text[text.index("ENTRY") :]
+        return {
+            "temporary": program.memory_analysis().temp_size_in_bytes / params.size,
+            "kernels": len(re.findall(r"= .* (?:fusion|copy|custom-call)\(", entry)),
+            "reduce_precision": "reduce-precision" in text,
+            "subtracts_itself": bool(re.search(r"subtract\((%[\w.]+), \1\)", text)),
+        }
+
+    def release():
+        """Backward pass and step of a deep network as one program: the bytes besides its arguments, over gradients."""
+        optimizer = optim.flash_adamw(1e-3)
+        params = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 32
+        x = jax.ShapeDtypeStruct((8, 2048), jnp.bfloat16)
+
+        def loss(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x.astype(jnp.float32))
+
+        step = lambda p, s, x: optimizer.step(p, s, jax.grad(loss)(p, x))
+        program = compiled(step, params, jax.eval_shape(optimizer.init, params), x)
+        return {"temporary": program.memory_analysis().temp_size_in_bytes / (32 * 2048 * 2048 * 2)}
+
+    answers = [release() if question == ["release"] else one(*question) for question in json.load(sys.stdin)]
+    print("\n" + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Compressed optimizers over eight devices: state sharded like its parameters, and nothing communicated."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from bits import assert_same_bits
+from faces import raises
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import gradients
+
+from jaxamp import optim
+from jaxamp.optim import Storage
+
+COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
+SPECS = {"x": P("x", None), "y": P(None, "y"), "xy": P("x", "y"), "both": P(None, ("x", "y"))}
+specs = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+
+
+def weights(shape=(64, 256)):
+    return {"w": jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)}
+
+
+def sharded(tree, spec, kind=AxisType.Auto):
+    return jax.device_put(tree, NamedSharding(mesh(kind), spec))
+
+
+@specs
+@pytest.mark.parametrize("storage", [Storage(), Storage(layout="rows", group_size=16)], ids=["last", "rows"])
+def test_a_step_communicates_nothing(spec, storage):
+    optimizer, plain = optim.flash_adamw(1e-2, storage=storage), weights()
+    params = sharded(plain, spec)
+    state, grads = optimizer.init(params), sharded(gradients(plain, 0), spec)
+    for tree in (state.mu, state.nu, state.correction):
+        assert tree["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+    assert tuple(state.scales["w"].sharding.spec) == (None, *spec)
+    program = jax.jit(optimizer.step, donate_argnums=()).lower(params, state, grads).compile()
+    assert not COLLECTIVES.search(program.as_text())
+    got = program(params, state, grads)
+    assert got[1].scales["w"].sharding.is_equivalent_to(state.scales["w"].sharding, 3)
+    expected = jax.jit(optimizer.step)(plain, optimizer.init(plain), gradients(plain, 0))
+    assert_same_bits(jax.device_get(got), jax.device_get(expected))
+
+
+def test_the_test_above_would_see_a_collective():
+    optimizer, params = optim.flash_adamw(1e-2, storage=Storage(layout="flat")), sharded(weights(), P("x", None))
+    state = jax.jit(optimizer.init)(params)
+    text = (
+        jax.jit(optimizer.step).lower(params, state, sharded(gradients(weights(), 0), P(None, "y"))).compile().as_text()
+    )
+    assert COLLECTIVES.search(text)
+
+
+def test_updates_communicate_nothing():
+    optimizer, params = optim.flash_lion(1e-2), sharded(weights(), P("x", "y"))
+    grads = sharded(gradients(weights(), 0), P("x", "y"))
+    text = jax.jit(optimizer.update).lower(grads, optimizer.init(params), params).compile().as_text()
+    assert not COLLECTIVES.search(text)
+
+
+def test_small_sharded_leaves_communicate_nothing_where_axes_are_explicit():
+    params = sharded({"a": jnp.ones((8, 64)), "b": jnp.ones((4, 32))}, P("x", None), AxisType.Explicit)
+    optimizer = optim.flash_adamw(1e-2)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        state = jax.jit(optimizer.init)(params)
+        assert tuple(state.scales["a"].sharding.spec) == (None, "x", None)
+        program = jax.jit(optimizer.step).lower(params, state, params).compile()
+    assert not COLLECTIVES.search(program.as_text())
+
+
+def test_small_leaves_by_themselves_communicate_nothing():
+    params = sharded({"a": jnp.ones((8, 64)), "b": jnp.ones((4, 32))}, P("x", None))
+    optimizer = optim.flash_adamw(1e-2, storage=Storage(together=0))
+    text = jax.jit(optimizer.step).lower(params, optimizer.init(params), params).compile().as_text()
+    assert not COLLECTIVES.search(text)
+
+
+@specs
+def test_shardings_of_a_state_are_those_of_its_parameters(spec):
+    optimizer, params = optim.flash_adamw(1e-2), sharded(weights(), spec)
+    shardings = optim.state_shardings(optimizer, params, jax.tree.map(lambda x: x.sharding, params))
+    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    eager = optimizer.init(params)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(eager), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim) or x.ndim == 0
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    again = optim.state_shardings(optimizer, structs, jax.tree.map(lambda x: x.sharding, params))
+    assert again == shardings
+
+
+def test_parts_without_whole_groups_are_refused():
+    optimizer, params = optim.flash_adamw(1e-2), sharded(weights((64, 96)), P(None, ("x", "y")))
+    words = r"flash_adamw got the parameter 'w' of shape \(64, 96\) in parts of \(64, 12\)", "expected", "layout='rows'"
+    with raises(ValueError, *words, "'quantize': False"):
+        optimizer.init(params)
+    with raises(ValueError, *words):
+        optim.state_shardings(optimizer, params, jax.tree.map(lambda x: x.sharding, params))
+    for other in (
+        optim.flash_adamw(1e-2, storage=Storage(layout="rows")),
+        optim.flash_adamw(1e-2, param_groups=[{"params": "w", "quantize": False}]),
+    ):
+        text = jax.jit(other.step).lower(params, other.init(params), params).compile().as_text()
+        assert not COLLECTIVES.search(text)
+
+
+def test_a_step_in_shard_map_is_that_of_the_whole():
+    optimizer, plain = optim.flash_adamw(1e-2), weights()
+    state, grads, spec = optimizer.init(plain), gradients(plain, 0), P("x", "y")
+    state_spec = optim.FlashState(P(), *({"w": s} for s in (spec, spec, P(None, "x", "y"), spec)))
+    step = jax.shard_map(
+        optimizer.step,
+        mesh=mesh(),
+        in_specs=({"w": spec}, state_spec, {"w": spec}),
+        out_specs=({"w": spec}, state_spec),
+    )
+    expected = jax.jit(optimizer.step)(plain, state, grads)
+    assert_same_bits(jax.device_get(jax.jit(step)(plain, state, grads)), jax.device_get(expected))
