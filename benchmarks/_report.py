@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-PACKAGES = "jax", "jaxlib", "equinox", "optax", "jaxamp", "mixed-precision-for-jax", "jmp", "torch"
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "equinox",
+    "optax",
+    "jaxamp",
+    "mixed-precision-for-jax",
+    "jmp",
+    "flashoptim-jax",
+    "flashoptim",
+    "torch",
+)
 
 
 class Column(NamedTuple):

@@ -17,12 +17,21 @@ from typing import Any, NamedTuple
 from ._pictures import save_growth, save_steps
 from ._report import markdown
 
-QUESTIONS = "train_step", "memory", "growth", "matmul", "compile_time", "scaler"  # in the order of RESULTS.md
+QUESTIONS = (
+    "train_step",
+    "memory",
+    "growth",
+    "matmul",
+    "compile_time",
+    "scaler",
+    "optimizer",
+)  # in the order of RESULTS.md
 TABLES = {  # what a table has in common, and what it is called
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),
     "matmul": (("x", "w"), "({x}) @ ({w})"),
+    "optimizer": (("tree", "grads"), "{tree}, {grads} gradients"),
 }
 
 
@@ -55,7 +64,7 @@ def is_ours(row: dict[str, Any]) -> bool:
 def ordered(question: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The fastest first and what failed last, with our sides in bold; growth stays in the order of its points."""
     rows = [{**row, "title": f"**{row['title']}**"} if is_ours(row) else row for row in rows]
-    if question in ("train_step", "matmul"):
+    if question in ("train_step", "matmul", "optimizer"):
         return sorted(rows, key=lambda row: row.get("ms") or float("inf"))
     return rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _torch, memory, results, train_step
+from benchmarks import _torch, _trees, memory, optimizer, results, train_step
 from benchmarks._contest import conclude
 from benchmarks._report import Column, markdown, number, text
 from benchmarks._sides import SIDES, choose
@@ -121,6 +121,25 @@ def test_a_failed_side_keeps_its_note():
     rows = raced_rows(float32=[7.0, 6.0]) | {"bad": {"note": "out of memory"}}
     conclude(rows)
     assert rows["bad"] == {"note": "out of memory"}
+
+
+# -- optimizers
+
+
+def test_the_trees_are_those_that_are_named():
+    assert len(_trees.TREES["GPT-2 small"]) == 148
+    assert _trees.number(_trees.TREES["GPT-2 small"]) == 124_439_808
+    assert 1.05e9 < _trees.number(_trees.TREES["1.1 billion"]) < 1.15e9
+
+
+def test_a_step_moves_parameters_and_state_twice():
+    assert _trees.floor_bytes(params=2, state=3, grads=4) == 14
+
+
+def test_kernels_are_counted_in_the_entry_of_a_program():
+    called, entry = "%a = f32[] copy(%b)", "%x = f32[2]{0} fusion(%y), kind=kLoop\n  %z = f32[] copy(%x)"
+    text = f"%f {{\n  {called}\n}}\nENTRY %main {{\n  {entry}\n}}"
+    assert optimizer.kernels(text) == 2
 
 
 # -- sides

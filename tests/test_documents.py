@@ -41,7 +41,7 @@ def test_the_digits_example_runs(tmp_path):
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
 
 
-SLOW = {"compile_time", "growth", "memory", "scaler"}
+SLOW = {"compile_time", "growth", "memory", "optimizer", "scaler"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(BENCHMARKS)])

@@ -1,0 +1,189 @@
+"""What does a step of AdamW cost, compressed and not, in time, in kernels and in memory?
+
+    python -m benchmarks.optimizer [--small] [--trees "4096 x 12288,GPT-2 small"] [--grads float32,bfloat16]
+
+One step on given gradients, parameters and state donated. Sides: ours; ours with loss scaling, where the step unscales
+the gradients, checks that they are finite and would skip; `optax.adamw` in float32; flashoptim-jax with its Pallas
+kernels; PyTorch's fused AdamW in float32 and its FlashAdamW, in a process of their own. The floor is the time that the
+device takes to copy what a side reads and writes at least: parameters and state twice, gradients once.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxamp
+from jaxamp import optim
+
+from ._report import Column, number, parser, percent, progress, publish, save, significant
+from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
+from ._torch_optimizer import ask
+from ._trees import SMALL, TREES, floor_bytes
+from ._trees import number as numbers
+
+COLUMNS = (
+    Column("tree", "tree"),
+    Column("gradients", "grads"),
+    Column("side", "title"),
+    Column("ms", "ms", significant),
+    Column("spread", "spread", percent),
+    Column("times the floor", "floor", number(2)),
+    Column("ratio to optax", "vs_optax", number(2, "x")),
+    Column("ratio to Pallas", "vs_pallas", number(2, "x")),
+    Column("kernels", "kernels"),
+    Column("bytes/parameter", "bytes", number(3)),
+    Column("temporary bytes/parameter", "temporary", number(3)),
+    Column("note", "note"),
+)
+NOTES = (
+    "Ratio: how many times as fast. Bytes: parameters and state, held between steps; temporary: besides, in a step.",
+    "The floor: the bytes that a side must move, over the bandwidth of a copy on this device.",
+)
+Tree = dict[str, tuple[int, ...]]
+
+
+class Side:
+    """A compiled step that keeps its parameters and state; a call runs `calls` steps and returns the seconds of one."""
+
+    def __init__(self, make: Callable[[Tree], tuple[Any, Any, Any]], tree: Tree, grads: Any, calls: int):
+        step, params, state = make(tree)
+        self.calls, self.held, self.grads = calls, (params, state), grads
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)
+        self.program = lowered.compile()
+
+    def once(self) -> Any:
+        self.held = self.program(*self.held, self.grads)
+        return self.held
+
+    def __call__(self) -> float:
+        return seconds(self.once, self.calls)
+
+    def about(self, tree: Tree) -> dict[str, Any]:
+        params, state, grads = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (*self.held, self.grads))
+        return {
+            "bytes": (params + state) / numbers(tree),
+            "temporary": self.program.memory_analysis().temp_size_in_bytes / numbers(tree),
+            "kernels": kernels(self.program.as_text()),
+            "least": floor_bytes(params, state, grads),
+        }
+
+
+def kernels(text: str) -> int:
+    """Kernels that a compiled program launches, by its entry."""
+    entry = text[text.index("ENTRY") :]
+    return len(re.findall(r" = \S.* (?:fusion|copy|custom-call|reduce|concatenate)\(", entry))
+
+
+def drawn(tree: Tree, dtype: Any) -> dict[str, jax.Array]:
+    return {name: _draw(i, shape, jnp.dtype(dtype)) for i, (name, shape) in enumerate(tree.items())}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return (0.02 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def ours(tree: Tree) -> tuple[Any, Any, Any]:
+    optimizer, params = optim.flash_adamw(1e-4), drawn(tree, jnp.bfloat16)
+    return optimizer.step, params, optimizer.init(params)
+
+
+def ours_scaled(tree: Tree) -> tuple[Any, Any, Any]:
+    optimizer, params = optim.flash_adamw(1e-4), drawn(tree, jnp.bfloat16)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return optimizer.step(params, state, grads, scale=2.0**-7, ok=jaxamp.all_finite(grads))
+
+    return step, params, optimizer.init(params)
+
+
+def optax_float32(tree: Tree) -> tuple[Any, Any, Any]:
+    tx, params = optax.adamw(1e-4), drawn(tree, jnp.float32)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, params, tx.init(params)
+
+
+def pallas(tree: Tree) -> tuple[Any, Any, Any]:
+    if jax.devices()[0].platform != "gpu":
+        raise Unavailable("needs a GPU")
+    try:
+        import flashoptim_jax
+    except ImportError:
+        raise Unavailable("needs flashoptim-jax") from None
+    optimizer, params = flashoptim_jax.flash_adamw(1e-4), drawn(tree, jnp.bfloat16)
+    return optimizer.step, params, optimizer.init(params)
+
+
+SIDES = {
+    "ours": ("ours", ours),
+    "ours-scaled": ("ours, loss scaling", ours_scaled),
+    "optax": ("optax.adamw, float32", optax_float32),
+    "pallas": ("flashoptim-jax, Pallas", pallas),
+}
+
+
+def bandwidth(size: int) -> float:
+    """Bytes per second that the device reads and writes in a copy of `size` bytes."""
+    x = jnp.zeros(size // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1.0)
+    (times,) = race({"copy": lambda: seconds(lambda: copy(x), 10)}, 5).values()
+    if isinstance(times, Failure):
+        raise Unavailable(times.why)
+    return 2 * x.nbytes / times.median
+
+
+def measure(name: str, tree: Tree, grad_dtype: str, speed: float, repeats: int, calls: int) -> list[dict[str, Any]]:
+    torch = ask(tree, grad_dtype, repeats, calls)  # before JAX takes the device's memory
+    grads = drawn(tree, grad_dtype)
+    rows: dict[str, dict[str, Any]] = {}
+    sides: dict[str, Any] = {}
+    for key, (_, make) in SIDES.items():
+        side = attempt(Side, make, tree, grads, calls)
+        if isinstance(side, Failure):
+            rows[key] = {"note": side.why}
+        else:
+            sides[key], rows[key] = side, side.about(tree)
+    raced: dict[str, Times | Failure] = dict(race(sides, repeats))
+    for key, row in torch.items():
+        raced[key] = Failure(row["why"]) if "why" in row else Times(row["seconds"])
+        rows[key] = {k: v for k, v in row.items() if k in ("bytes", "least")}
+    for key, row in figures(raced, {"vs_optax": "optax", "vs_pallas": "pallas"}).items():
+        rows[key] |= row
+        if row.get("ms"):
+            rows[key]["floor"] = row["ms"] / 1e3 / (rows[key]["least"] / speed)
+    about = {"tree": name, "grads": grad_dtype}
+    titles = {key: title for key, (title, _) in SIDES.items()}
+    return [{**about, "side": key, "title": titles.get(key, key), **row} for key, row in rows.items()]
+
+
+def main() -> None:
+    asked = parser(__doc__, "two small trees")
+    asked.add_argument("--trees", default=",".join(TREES), help="which trees, by name")
+    asked.add_argument("--grads", default="float32,bfloat16", help="dtypes of gradients")
+    options = asked.parse_args()
+    trees = SMALL if options.small else {name: TREES[name] for name in options.trees.split(",")}
+    dtypes = ["bfloat16"] if options.small else options.grads.split(",")
+    repeats, calls = (2, 2) if options.small else (10, 10)
+    speed = bandwidth(2**16 if options.small else 2**30)
+    notes = [*NOTES, f"Copy: {speed / 1e12:.3g} TB/s. {repeats} repeats of {calls} calls."]
+    rows: list[dict[str, Any]] = []
+    for name, tree in trees.items():
+        for dtype in dtypes:
+            progress(f"{name}, {dtype} gradients")
+            rows += measure(name, tree, dtype, speed, repeats, calls)
+            save("optimizer", rows, notes, options.json)
+    publish("optimizer", COLUMNS, rows, notes, options.json)
+
+
+if __name__ == "__main__":
+    main()
