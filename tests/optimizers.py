@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxamp import optim
 
@@ -31,6 +32,11 @@ def gradients(params, step, seed=1, noise=0.5):
     return jax.tree.map(
         lambda p: jnp.asarray(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape), jnp.float32), params
     )
+
+
+def slowly(cases, quick):
+    """The cases for `parametrize`, those that are not `quick` only where slow tests are asked for."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
 
 
 def distance(a, b):

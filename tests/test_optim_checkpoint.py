@@ -112,6 +112,7 @@ def test_float32_and_back_is_the_same_state(storage):
     assert distance(weights(again, restored), float32.weights) < 1e-5
 
 
+@pytest.mark.promotes
 def test_moments_of_optax_come_in_and_go_out():
     """A float32 run goes on compressed, and a compressed one in float32."""
     params = {"w": tree(F32)["w"]}

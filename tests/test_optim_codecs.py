@@ -144,7 +144,7 @@ EXPONENTS = {BF16: (-100, -20, -1, 0, 7, 100), F16: (-13, -5, -1, 0, 7, 14)}
 
 
 @pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize(("dtype", "exponent"), [(d, e) for d, es in EXPONENTS.items() for e in es])
+@pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -20), (BF16, 0), (F16, -13), (F16, 7)])
 def test_weights_keep_their_law(dtype, bits, exponent):
     check_weights(dtype, bits, exponent, stride=61)
 

@@ -52,14 +52,14 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
 
     `optax.ScaleByAdamState(moments.count, moments.mu, moments.nu)` is the state to go on with in `optax.adamw`.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from jaxamp import optim
     >>> optimizer = optim.flash_adamw(1e-3)
     >>> params = {"w": jnp.ones((2, 32), jnp.bfloat16)}
-    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
     >>> float32 = optim.to_float32(optimizer, params, state)
     >>> float32.weights["w"].dtype, f"{float32.mu['w'][0, 0]:.4f}"
-    (dtype('float32'), '0.0999')
+    (dtype('float32'), '0.1000')
     """
     paths, leaves, structure = flatten(params)
     states = leaf_states("to_float32", state, params, structure, _INSTEAD)

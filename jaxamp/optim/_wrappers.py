@@ -138,12 +138,12 @@ def with_master_weights(
         tx: Any Optax optimizer.
         master_weight_bits: 24, or 32.
 
-    >>> import jax.numpy as jnp, optax
+    >>> import jax, jax.numpy as jnp, optax
     >>> from jaxamp import optim
     >>> tx, params = optim.with_master_weights(optax.sgd(1e-4)), jnp.ones(4, jnp.bfloat16)
-    >>> state = tx.init(params)
+    >>> state, update = tx.init(params), jax.jit(tx.update)
     >>> for _ in range(30):  # each too small for bfloat16
-    ...     updates, state = tx.update(jnp.ones(4), state, params)
+    ...     updates, state = update(jnp.ones(4), state, params)
     ...     params = optax.apply_updates(params, updates)
     >>> params
     Array([0.996094, 0.996094, 0.996094, 0.996094], dtype=bfloat16)
