@@ -13,6 +13,7 @@ QUESTIONS = {
     "adamw, 32 bits": ["flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"master_weight_bits": 32}}],
     "adamw, rows": ["flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"layout": "rows"}}],
     "adamw, published": ["flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"scales": "float16"}}],
+    "adamw, odd": ["flash_adamw", [768, 50257], "bfloat16", "float32", {}],
     "lion": ["flash_lion", LARGE, "bfloat16", "float32", {}],
     "release": ["release"],
 }

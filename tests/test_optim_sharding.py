@@ -49,11 +49,9 @@ def test_a_step_communicates_nothing(spec, storage):
 
 
 def test_the_test_above_would_see_a_collective():
-    optimizer, params = optim.flash_adamw(1e-2, storage=Storage(layout="flat")), sharded(weights(), P("x", None))
-    state = jax.jit(optimizer.init)(params)
-    text = (
-        jax.jit(optimizer.step).lower(params, state, sharded(gradients(weights(), 0), P(None, "y"))).compile().as_text()
-    )
+    optimizer, plain = optim.flash_adamw(1e-2), weights((64, 100))
+    params, grads = sharded(plain, P(None, "y")), sharded(gradients(plain, 0), P(None, "y"))
+    text = jax.jit(optimizer.step).lower(params, jax.jit(optimizer.init)(params), grads).compile().as_text()
     assert COLLECTIVES.search(text)
 
 

@@ -273,6 +273,13 @@ def test_small_leaves_put_together_are_what_they_are_alone(name, group_size):
     assert_same_bits(*results)
 
 
+def test_large_arrays_are_not_padded_where_an_axis_is_divisible():
+    shapes = {"rows": (96, 1000), "last": (1000, 96), "small": (64, 10), "neither": (1001, 99)}
+    state = jax.eval_shape(optim.flash_lion(1e-3).init, {k: jax.ShapeDtypeStruct(s, BF16) for k, s in shapes.items()})
+    found = {name: scales.shape for name, scales in state.scales.items()}
+    assert found == {"rows": (1, 3, 1000), "last": (1, 1000, 3), "small": (1, 20), "neither": (1, 3097)}
+
+
 def test_no_second_step_is_traced():
     optimizer, traces = optim.flash_adamw(1e-3), []
 

@@ -235,7 +235,7 @@ def _sgd(rule: Rule, learning_rate: Any, momentum: Any, dampening: Any, weight_d
 
 
 def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> Storage:
-    return Storage(quantize, bits, group_size, variance_floor=floor, scales="float16")
+    return Storage(quantize, bits, group_size, variance_floor=floor, scales="float16", layout="flat")
 
 
 def _face(kind: Any, rule: Rule, hyper: Any, storage: Storage, param_groups: ParamGroups) -> FlashOptimizer:
@@ -288,7 +288,7 @@ def _inside(core: _Core, params: Any, state: Any) -> FlashState:
         arrays = [x.values if isinstance(x, QuantizedArray) else None if _is_nothing(x) else x for x in stored]
         scales = None
         if isinstance(stored[0], QuantizedArray):
-            found = groups(leaf.shape, core.storage(path, leaf).group_size, "last")
+            found = groups(leaf.shape, core.storage(path, leaf).group_size, "flat")
             scales = jnp.stack([x.scales for x in stored])
             if scales.size == len(stored) * math.prod(found.scales_shape):
                 scales = scales.reshape(len(stored), *found.scales_shape)

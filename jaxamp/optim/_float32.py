@@ -119,15 +119,9 @@ def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout:
         storage = optimizer.storage(path, leaf)
         found = groups(leaf.shape, storage.group_size, layout)
         before = groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
-        if before is not None and _same_order(before, found):
-            states[i] = old._replace(scales=old.scales.reshape(old.scales.shape[0], *found.scales_shape))
-        else:
+        if before != found:
             states[i] = _compressed(_moments(old, storage, leaf), old, found)
     return as_trees(state.count, states, structure)
-
-
-def _same_order(a: Groups, b: Groups) -> bool:
-    return a == b or (a.axis != -2 and b.axis != -2 and a.shape[-1:] != () and a.shape[-1] % a.size == 0)
 
 
 def _moments(state: LeafState, storage: Storage, leaf: Any) -> list[jax.Array]:
