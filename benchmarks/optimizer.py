@@ -142,6 +142,30 @@ def bandwidth(size: int) -> float:
     return 2 * x.nbytes / times.median
 
 
+def check(shape: tuple[int, int] = (256, 1024), steps: int = 3) -> str:
+    """Compiled steps beside the same steps run operation by operation: compilers have dropped corrections before."""
+    grads = [drawn({"w": shape}, jnp.float32) for _ in range(steps)]
+    ends = []
+    for compiled in (True, False):
+        step, params, state = ours({"w": shape})
+        step = jax.jit(step) if compiled else step
+        for g in grads:
+            params, state = step(params, state, g)
+        ends.append({"parameters": params, **state._asdict()})
+    differ = {
+        name: _share(jax.tree.map(jnp.not_equal, a, ends[1][name])) for name, a in ends[0].items() if name != "count"
+    }
+    corrections = _share(jax.tree.map(lambda x: x != 0, ends[0]["correction"]))
+    if corrections < 0.9 or max(differ.values()) > 0.01:
+        raise SystemExit(f"WRONG: {corrections:.2f} of corrections are not zero; entries that differ, eager: {differ}")
+    return f"Checked: {corrections:.2f} of corrections are not zero; of a run operation by operation differ {differ}."
+
+
+def _share(tree: Any) -> float:
+    (leaf,) = jax.tree.leaves(tree)
+    return float(jnp.mean(leaf.astype(jnp.float32)))
+
+
 def measure(name: str, tree: Tree, grad_dtype: str, speed: float, repeats: int, calls: int) -> list[dict[str, Any]]:
     torch = ask(tree, grad_dtype, repeats, calls)  # before JAX takes the device's memory
     grads = drawn(tree, grad_dtype)
@@ -174,8 +198,9 @@ def main() -> None:
     trees = SMALL if options.small else {name: TREES[name] for name in options.trees.split(",")}
     dtypes = ["bfloat16"] if options.small else options.grads.split(",")
     repeats, calls = (2, 2) if options.small else (10, 10)
+    checked = check()
     speed = bandwidth(2**16 if options.small else 2**30)
-    notes = [*NOTES, f"Copy: {speed / 1e12:.3g} TB/s. {repeats} repeats of {calls} calls."]
+    notes = [*NOTES, checked, f"Copy: {speed / 1e12:.3g} TB/s. {repeats} repeats of {calls} calls."]
     rows: list[dict[str, Any]] = []
     for name, tree in trees.items():
         for dtype in dtypes:

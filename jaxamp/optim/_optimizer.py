@@ -60,14 +60,19 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         name: The function that made it.
     """
 
-    step: Callable[..., tuple[Any, FlashState]]
-    storage: Callable[[Any, Any], Storage]
-    name: str
+    # Attributes of `update`, so that they are still there when `jax.tree.map` has taken the pair apart and made it
+    # anew.
+    @property
+    def step(self) -> Callable[..., tuple[Any, FlashState]]:
+        return self.update.step
 
-    def __new__(cls, init: Any, update: Any, step: Any, storage: Any, name: str) -> "FlashOptimizer":
-        made = super().__new__(cls, init, update)
-        made.step, made.storage, made.name = step, storage, name
-        return made
+    @property
+    def storage(self) -> Callable[[Any, Any], Storage]:
+        return self.update.storage
+
+    @property
+    def name(self) -> str:
+        return self.update.name
 
 
 class Settings(NamedTuple):
@@ -151,7 +156,8 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
     ) -> tuple[Any, FlashState]:
         return walk(params, state, grads, scale, ok, False)
 
-    return FlashOptimizer(init, update, step, lambda path, leaf: settings_of(path, leaf).storage, rule.name)
+    vars(update).update(step=step, storage=lambda path, leaf: settings_of(path, leaf).storage, name=rule.name)
+    return FlashOptimizer(init, update)
 
 
 # -- the state
@@ -324,9 +330,10 @@ def _check_leaf(
     rule: Rule, settings: Settings, path: Any, param: Any, grad: Any, state: LeafState, instead: str
 ) -> Groups:
     """The groups of a leaf, as its state has them; an error that names it if the state is another's."""
-    if np.shape(grad) != param.shape or not jnp.issubdtype(grad.dtype, jnp.floating):
+    dtype = getattr(grad, "dtype", None)
+    if dtype is None or grad.shape != param.shape or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"{rule.name} got a gradient of shape {np.shape(grad)} and dtype {grad.dtype} for {name_of(path)!r}; "
+            f"{rule.name} got a gradient of shape {np.shape(grad)} and dtype {dtype} for {name_of(path)!r}; "
             f"expected floats of shape {param.shape}. Pass jax.grad(loss)(params, ...)."
         )
     size, layout = settings.storage.group_size, settings.storage.layout
