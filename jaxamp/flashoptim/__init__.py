@@ -43,12 +43,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..optim._flash import adam_hyper, sgd_hyper
 from ..optim._layout import groups
 from ..optim._leaf import LeafState
 from ..optim._optimizer import FlashOptimizer as _Core
 from ..optim._optimizer import FlashState, as_trees, make
 from ..optim._paths import check_groups, flatten, flatten_like
-from ..optim._rules import ADAM, ADAMW, LION, SGD, SGDW, Rule, is_zero
+from ..optim._rules import ADAM, ADAMW, LION, SGD, SGDW, Rule
 from ..optim._storage import FIELDS, Storage
 from .compression import cast_tree_bf16 as cast_tree_bf16
 from .compression import no_ecc_leaf
@@ -144,7 +145,7 @@ def flash_adam(
     variance_floor: bool = True,
 ) -> FlashOptimizer:
     """Adam. `fused` makes no difference; `variance_floor=False` is flashoptim-jax's own rounding."""
-    hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    hyper = adam_hyper(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
     return _face(FlashAdamState, ADAM, hyper, storage, param_groups)
 
@@ -164,7 +165,7 @@ def flash_adamw(
     variance_floor: bool = True,
 ) -> FlashOptimizer:
     """AdamW. `fused` makes no difference; `variance_floor=False` is flashoptim-jax's own rounding."""
-    hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    hyper = adam_hyper(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
     return _face(FlashAdamState, ADAMW, hyper, storage, param_groups)
 
@@ -182,7 +183,7 @@ def flash_sgd(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """SGD, with weight decay in the gradient. `fused` makes no difference."""
-    hyper = _sgd(SGD, learning_rate, momentum, dampening, weight_decay, nesterov)
+    hyper = sgd_hyper(SGD.name, learning_rate, momentum, nesterov, dampening, weight_decay)
     return _face(FlashSGDState, SGD, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
 
 
@@ -199,7 +200,7 @@ def flash_sgdw(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """SGD, with weight decay apart from the gradient. `fused` makes no difference."""
-    hyper = _sgd(SGDW, learning_rate, momentum, dampening, weight_decay, nesterov)
+    hyper = sgd_hyper(SGDW.name, learning_rate, momentum, nesterov, dampening, weight_decay)
     return _face(FlashSGDState, SGDW, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
 
 
@@ -217,21 +218,6 @@ def flash_lion(
     """Lion. `fused` makes no difference."""
     hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "weight_decay": weight_decay}
     return _face(FlashLionState, LION, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
-
-
-def _sgd(rule: Rule, learning_rate: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: bool) -> Any:
-    if nesterov and (is_zero(momentum) or not is_zero(dampening)):
-        raise ValueError(
-            f"{rule.name} got nesterov=True with momentum={momentum!r} and dampening={dampening!r}; expected a "
-            f"momentum, and no dampening. Write {rule.name}(0.1, momentum=0.9, nesterov=True)."
-        )
-    return {
-        "learning_rate": learning_rate,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-    }
 
 
 def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> Storage:

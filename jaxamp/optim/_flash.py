@@ -63,7 +63,7 @@ def flash_adamw(
       `hyperparam_dtype=jnp.float32`.
     - A step with a gradient that is not finite makes parameters that are not finite, and moments that are. Pass `ok`.
     """
-    return make(ADAMW, _adam(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
+    return make(ADAMW, adam_hyper(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
 
 
 def flash_adam(
@@ -77,7 +77,7 @@ def flash_adam(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """Adam, whose weight decay is a part of the gradient. The rest is as for `flash_adamw`."""
-    return make(ADAM, _adam(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
+    return make(ADAM, adam_hyper(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
 
 
 def flash_sgd(
@@ -95,7 +95,9 @@ def flash_sgd(
     Weight decay is a part of the gradient. Without momentum there is no state but the correction. The rest is as for
     `flash_adamw`.
     """
-    return make(SGD, _sgd(SGD.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups)
+    return make(
+        SGD, sgd_hyper(SGD.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
+    )
 
 
 def flash_sgdw(
@@ -110,7 +112,7 @@ def flash_sgdw(
 ) -> FlashOptimizer:
     """`flash_sgd` with the weight decay of AdamW, apart from the gradient."""
     return make(
-        SGDW, _sgd(SGDW.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
+        SGDW, sgd_hyper(SGDW.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
     )
 
 
@@ -128,11 +130,11 @@ def flash_lion(
     return make(LION, hyper, storage, param_groups)
 
 
-def _adam(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> dict[str, Any]:
+def adam_hyper(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> dict[str, Any]:
     return {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
 
 
-def _sgd(
+def sgd_hyper(
     name: str, learning_rate: Any, momentum: Any, nesterov: bool, dampening: Any, weight_decay: Any
 ) -> dict[str, Any]:
     if nesterov and (is_zero(momentum) or not is_zero(dampening)):

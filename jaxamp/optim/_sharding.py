@@ -5,7 +5,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._tree import is_inexact
 from ._layout import groups
 from ._optimizer import FlashOptimizer, FlashState, check_whole, scales_sharding
 from ._paths import flatten, flatten_like, name_of
@@ -39,19 +38,20 @@ def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> F
     paths, leaves, structure = flatten(params)
     instead = "Write jax.tree.map(lambda x: x.sharding, params)."
     given = flatten_like("state_shardings", "shardings", shardings, params, structure, instead)
-    states = jax.eval_shape(optimizer.init, params)
-    columns: dict[str, list[Any]] = {field: [] for field in FlashState._fields[1:]}
-    for i, (path, leaf, sharding) in enumerate(zip(paths, leaves, given, strict=True)):
-        for field, column in columns.items():
-            stored = structure.flatten_up_to(getattr(states, field))[i]
-            column.append(None if stored is None else _sharding_of(optimizer, field, path, leaf, sharding))
-    mesh = next((s.mesh for s, leaf in zip(given, leaves, strict=True) if s is not None and is_array(leaf)), None)
+    state = jax.eval_shape(optimizer.init, params)
+
+    def of_field(field: str) -> Any:
+        stored = structure.flatten_up_to(getattr(state, field))
+        return structure.unflatten(
+            [
+                None if x is None else _sharding_of(optimizer, field, path, leaf, sharding)
+                for x, path, leaf, sharding in zip(stored, paths, leaves, given, strict=True)
+            ]
+        )
+
+    mesh = next((sharding.mesh for sharding in given if isinstance(sharding, NamedSharding)), None)
     count = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return FlashState(count, *(structure.unflatten(column) for column in columns.values()))
-
-
-def is_array(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) or is_inexact(x)
+    return FlashState(count, *map(of_field, FlashState._fields[1:]))
 
 
 def _sharding_of(optimizer: FlashOptimizer, field: str, path: Any, leaf: Any, sharding: Any) -> Any:
