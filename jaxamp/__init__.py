@@ -7,6 +7,7 @@ from ._amp import amp as amp
 from ._amp import amp_stop as amp_stop
 from ._amp import unmatched_keys as unmatched_keys
 from ._attention import dot_product_attention as dot_product_attention
+from ._compiled import compiled_matmuls as compiled_matmuls
 from ._higher_order import Body as Body
 from ._higher_order import Entry as Entry
 from ._higher_order import register_higher_order as register_higher_order
@@ -15,6 +16,9 @@ from ._kept import bytes_kept as bytes_kept
 from ._policy import Policy as Policy
 from ._policy import load_policy as load_policy
 from ._policy import presets as presets
+from ._report import AmpReport as AmpReport
+from ._report import amp_report as amp_report
+from ._report import assert_mixed as assert_mixed
 from ._rules import use_compute_precision as use_compute_precision
 from ._rules import use_inferred_precision as use_inferred_precision
 from ._rules import use_original_precision as use_original_precision

@@ -5,7 +5,7 @@ Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim says for whic
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 # `jax.checkpoint` adds these as if a user had opened them.
 _OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
+# Scopes of ours: `mark` opens one for an equation, and its derivatives carry it on.
+_MARK = "jaxamp:"
 
 # Primitives that some supported JAX has and another has not: a policy table may name them on either.
 NOT_EVERYWHERE = frozenset(
@@ -38,8 +40,33 @@ NOT_EVERYWHERE = frozenset(
 def scopes(name_stack: Any) -> tuple[str, ...]:
     """The user's named scopes in a name stack, outermost first, without what transforms add."""
     return tuple(
-        entry.name for entry in name_stack.stack if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES
+        entry.name
+        for entry in name_stack.stack
+        if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES and not entry.name.startswith(_MARK)
     )
+
+
+def marked(name_stack: Any, number: int) -> Any:
+    """A name stack with a number at its end, for `mark_of`."""
+    return name_stack.extend(f"{_MARK}{number}")
+
+
+def mark_of(name_stack: Any) -> int | None:
+    """The last number in a name stack."""
+    for entry in reversed(name_stack.stack):
+        if isinstance(entry, _Scope) and entry.name.startswith(_MARK):
+            return int(entry.name.removeprefix(_MARK))
+    return None
+
+
+def first_frame(source_info: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
+    """The innermost frame of an equation whose file is wanted: file, line, function."""
+    if source_info.traceback is None:
+        return None
+    for code, at in zip(*source_info.traceback.raw_frames(), strict=True):
+        if wanted(code.co_filename):
+            return code.co_filename, source_info.traceback.code_addr2line(code, at), code.co_name
+    return None
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
