@@ -13,10 +13,15 @@ from ._standing import float_dtype
 
 
 class Pullback(NamedTuple):
-    """The backward pass of a function: from what is kept and cotangents of its float results to those of operands."""
+    """A function cut in two for reverse mode.
 
+    `forward` gives the results, and what is kept; `jaxpr` goes from what is kept, and cotangents of those results that
+    are floats, to the cotangents of operands.
+    """
+
+    forward: Jaxpr
     jaxpr: Jaxpr
-    kept: int  # bytes that are made in the forward pass and read here
+    kept: int  # bytes that are made in the forward pass and read in the backward pass
 
 
 def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
@@ -25,28 +30,30 @@ def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
     results = [i for i, v in enumerate(open_jaxpr(jaxpr).outvars) if float_dtype(v.aval) is not None]
     trees: list[Any] = []
 
-    def floats(*operands: Any) -> list[Any]:
+    def function(*operands: Any) -> tuple[list[Any], list[Any]]:
         outs = jec.jaxpr_as_fun(jaxpr)(*operands)
-        return [outs[i] for i in results]
+        return [outs[i] for i in results], outs
 
-    def forward(*operands: Any) -> list[Any]:
-        _, pull = jax.vjp(along(floats, operands, moving), *(operands[i] for i in moving))
+    def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
+        some = [operands[i] for i in moving]
+        _, pull, outs = jax.vjp(along(function, operands, moving), *some, has_aux=True)
         leaves, tree = jtu.tree_flatten(pull)
         trees.append(tree)
-        return leaves
+        return outs, leaves
 
     def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
         return jtu.tree_unflatten(trees[-1], leaves)(cotangents)
 
     closed = jax.make_jaxpr(forward)(*avals)
-    outs = [open_jaxpr(jaxpr).outvars[i].aval for i in results]
-    back = jax.make_jaxpr(backward)(closed.out_avals, [aval.to_tangent_aval() for aval in outs])
-    return Pullback(back, _bytes_made(closed))
+    outs = open_jaxpr(jaxpr).outvars
+    kept = closed.out_avals[len(outs) :]
+    back = jax.make_jaxpr(backward)(kept, [outs[i].aval.to_tangent_aval() for i in results])
+    return Pullback(closed, back, _bytes_made(closed, len(outs)))
 
 
-def _bytes_made(closed: Jaxpr) -> int:
-    """The bytes of all results that are made here: arguments and constants are there anyway."""
+def _bytes_made(closed: Jaxpr, first: int) -> int:
+    """The bytes of all results but the first ones that are made here: arguments and constants are there anyway."""
     jaxpr = open_jaxpr(closed)
     given = {*jaxpr.invars, *jaxpr.constvars}
-    made = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given}
+    made = {v for v in jaxpr.outvars[first:] if not isinstance(v, Literal) and v not in given}
     return sum(v.aval.size * v.aval.dtype.itemsize for v in made)

@@ -26,10 +26,11 @@ from ._amp import (
 from ._check import problems_of
 from ._interpreter import Ledger
 from ._kept import BytesKept
+from ._place import Place
 from ._pullback import pullback_of
 from ._report_text import is_colourful, render
 from ._residuals import Keep
-from ._rows import Place, Row, rows_of
+from ._rows import Row, rows_of
 
 
 @dataclass(frozen=True)
