@@ -13,6 +13,8 @@ from ._higher_order import Entry as Entry
 from ._higher_order import register_higher_order as register_higher_order
 from ._kept import BytesKept as BytesKept
 from ._kept import bytes_kept as bytes_kept
+from ._overflow import OverflowReport as OverflowReport
+from ._overflow import find_overflow as find_overflow
 from ._policy import Policy as Policy
 from ._policy import load_policy as load_policy
 from ._policy import presets as presets

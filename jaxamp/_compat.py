@@ -3,9 +3,10 @@
 Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim says for which version it is there.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,19 @@ NOT_EVERYWHERE = frozenset(
 )
 
 
+@contextlib.contextmanager
+def own_lines() -> Iterator[None]:
+    """Give equations the lines that they are traced at, and not that of the equation around."""
+    from jax._src import source_info_util as private
+
+    around = private._source_info_context.context
+    private._source_info_context.context = source_info_util.SourceInfo(None, around.name_stack)
+    try:
+        yield
+    finally:
+        private._source_info_context.context = around
+
+
 def scopes(name_stack: Any) -> tuple[str, ...]:
     """The user's named scopes in a name stack, outermost first, without what transforms add."""
     return tuple(
@@ -47,16 +61,17 @@ def scopes(name_stack: Any) -> tuple[str, ...]:
 
 
 def marked(name_stack: Any, number: int) -> Any:
-    """A name stack with a number at its end, for `mark_of`."""
+    """A name stack with a number at its end, for `marks_of`."""
     return name_stack.extend(f"{_MARK}{number}")
 
 
-def mark_of(name_stack: Any) -> int | None:
-    """The last number in a name stack."""
-    for entry in reversed(name_stack.stack):
-        if isinstance(entry, _Scope) and entry.name.startswith(_MARK):
-            return int(entry.name.removeprefix(_MARK))
-    return None
+def marks_of(name_stack: Any) -> list[int]:
+    """The numbers in a name stack, the last first."""
+    return [
+        int(entry.name.removeprefix(_MARK))
+        for entry in reversed(name_stack.stack)
+        if isinstance(entry, _Scope) and entry.name.startswith(_MARK)
+    ]
 
 
 def first_frame(source_info: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:

@@ -123,6 +123,11 @@ class Ledger:
             self.steps.append((plan, i))
         return self._numbers[id(plan), i]
 
+    def equation(self, number: int) -> Any:
+        """The equation of the user's that a number stands for."""
+        plan, i = self.steps[number]
+        return open_jaxpr(plan.jaxpr).eqns[i]
+
 
 class Interpreter:
     """Runs plans. The rewriter that higher-order rules are given."""

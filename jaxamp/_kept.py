@@ -1,13 +1,12 @@
 """How many bytes a function keeps for its backward pass, before and after `amp`."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from ._amp import PolicyLike, check_function, check_options, floats_of_first, plan_call, run_plan, split_call
+from ._amp import PolicyLike, check_function, check_options
+from ._program import program_of
 from ._pullback import pullback_of
 from ._residuals import Keep
 
@@ -49,10 +48,7 @@ def bytes_kept(
                 "bytes_kept(fn) was called without an argument; expected those of fn, the parameters first. Write "
                 "jaxamp.bytes_kept(loss_fn)(params, batch)."
             )
-        call, arrays = split_call(fn, args, kwargs)
-        plan, planner, _ = plan_call(options, call, arrays)
-        mixed = jax.make_jaxpr(functools.partial(run_plan, keep, planner, plan))(arrays)
-        moving = floats_of_first(fn, args)
-        return BytesKept(*(pullback_of(jaxpr, moving).kept for jaxpr in (plan.jaxpr, mixed)))
+        program = program_of(options, fn, args, kwargs)
+        return BytesKept(*(pullback_of(jaxpr, program.moving).kept for jaxpr in (program.written, program.mixed)))
 
     return kept

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._compat import Jaxpr, first_frame, mark_of, open_jaxpr, scopes
+from ._compat import Jaxpr, first_frame, marks_of, open_jaxpr, scopes
 from ._interpreter import Ledger
 from ._plan import Plan, Step
 
@@ -42,11 +42,12 @@ class Place(NamedTuple):
     def of(self, eqn: Any, i: int, ledger: Ledger) -> "Place":
         """The place of equation `i` of the jaxpr that is here."""
         stack = eqn.source_info.name_stack
-        mark = mark_of(stack) if self.plan is None else ledger.number(self.plan, i)
+        marks = marks_of(stack) if self.plan is None else [ledger.number(self.plan, i)]
+        lines = (source_of(e) for e in (*(ledger.equation(mark) for mark in marks), eqn))
         return self._replace(
             scopes=self.scopes + scopes(stack),
-            mark=self.mark if mark is None else mark,
-            source=source_of(eqn) or self.source,
+            mark=marks[0] if marks else self.mark,
+            source=next((line for line in lines if line is not None), self.source),
             plan=None,
         )
 
@@ -59,7 +60,7 @@ class Place(NamedTuple):
         """The user's equation behind what is here, and what was planned for it."""
         assert self.mark is not None
         plan, i = ledger.steps[self.mark]
-        return open_jaxpr(plan.jaxpr).eqns[i], plan.steps[i]
+        return ledger.equation(self.mark), plan.steps[i]
 
 
 def _runs_as_written(plan: Plan, jaxpr: Jaxpr) -> bool:

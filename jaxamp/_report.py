@@ -10,24 +10,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from ._amp import (
-    PolicyLike,
-    check_function,
-    check_options,
-    floats_of_first,
-    plan_call,
-    run_plan,
-    split_call,
-    unmatched,
-)
+from ._amp import PolicyLike, check_function, check_options, unmatched
 from ._check import problems_of
-from ._interpreter import Ledger
 from ._kept import BytesKept
 from ._place import Place
-from ._pullback import pullback_of
+from ._program import program_of
 from ._report_text import is_colourful, render
 from ._residuals import Keep
 from ._rows import Row, rows_of
@@ -199,24 +188,17 @@ def amp_report(
     options = check_options(compute_dtype, amp_policy, keep)
 
     def report(*args: Any, **kwargs: Any) -> AmpReport:
-        call, arrays = split_call(fn, args, kwargs)
-        plan, planner, _ = plan_call(options, call, arrays)
-        ledger = Ledger()
-        run = functools.partial(run_plan, keep, planner, plan, ledger=ledger)
-        forward = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
-        rows = list(rows_of(forward, ledger, Place("forward", call.path)))
-        kept, notes, moving = None, [], floats_of_first(fn, args)
-        if backward and moving:
-            try:
-                before, after = pullback_of(plan.jaxpr, moving), pullback_of(forward, moving)
-            except Exception as error:
-                notes.append(f"no backward pass: {type(error).__name__}: {str(error).splitlines()[0]}")
-            else:
-                rows += rows_of(after.jaxpr, ledger, Place("backward", call.path))
-                kept = BytesKept(before.kept, after.kept)
-        keys = unmatched(options, [plan, *(plan for plan, _ in ledger.steps)])
+        program = program_of(options, fn, args, kwargs)
+        rows = list(rows_of(program.mixed, program.ledger, Place("forward", program.path)))
+        kept, notes = None, list[str]()
+        if backward:
+            pullbacks, notes = program.pullbacks(program.written, program.mixed)
+            if pullbacks:
+                rows += rows_of(pullbacks[1].jaxpr, program.ledger, Place("backward", program.path))
+                kept = BytesKept(*(pullback.kept for pullback in pullbacks))
+        keys = unmatched(options, [program.plan, *(plan for plan, _ in program.ledger.steps)])
         return AmpReport(
-            getattr(fn, "__name__", type(fn).__name__),
+            program.name,
             options.compute_dtype.name,
             tuple(rows),
             kept,
