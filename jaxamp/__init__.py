@@ -7,6 +7,9 @@ from ._amp import amp as amp
 from ._amp import amp_stop as amp_stop
 from ._amp import unmatched_keys as unmatched_keys
 from ._attention import dot_product_attention as dot_product_attention
+from ._compare import Comparison as Comparison
+from ._compare import assert_amp_close as assert_amp_close
+from ._compare import compare as compare
 from ._compiled import compiled_matmuls as compiled_matmuls
 from ._higher_order import Body as Body
 from ._higher_order import Entry as Entry

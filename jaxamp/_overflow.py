@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._amp import PolicyLike, check_function, check_options
-from ._compat import Jaxpr, open_jaxpr
+from ._compat import Jaxpr
 from ._cost import base_name
 from ._higher_order import bind
 from ._place import Place, Source
 from ._program import Program, program_of
+from ._pullback import Pullback
 from ._residuals import Keep
-from ._scale import as_cotangent
 from ._scaler import DynamicScalerState, check_state
 from ._walk import Walker
 
@@ -148,16 +148,13 @@ def find_overflow(
             check_state("find_overflow", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
-        count = len(open_jaxpr(program.mixed).outvars)
-        events, results = _probed(
-            program, underflow, "forward", pullbacks[0].forward if pullbacks else program.mixed, program.arrays
-        )
-        outs, kept = results[:count], results[count:]
+        forward = pullbacks[0].forward if pullbacks else program.mixed
+        events, outs = _probed(program, underflow, "forward", forward, program.arrays)
         gradients: list[Any] = []
         scale = None if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
-        if pullbacks:
-            found, gradients = _probed_backward(program, underflow, pullbacks[0].jaxpr, kept, outs, scale)
-            events += found
+        for pullback in pullbacks:
+            found, gradients = _probed_backward(program, underflow, pullback, outs, scale)
+            events, outs = events + found, outs[: pullback.results]
         small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
         finite = all(bool(jnp.isfinite(x).all()) for x in (*outs, *gradients) if _is_float(x))
         return OverflowReport(
@@ -183,15 +180,13 @@ def _probed(
 
 
 def _probed_backward(
-    program: Program, underflow: float, jaxpr: Jaxpr, kept: list[Any], outs: list[Any], scale: float | None
+    program: Program, underflow: float, pullback: Pullback, forward: list[Any], scale: float | None
 ) -> tuple[list[Event], list[Any]]:
-    """What is found in the backward pass of the first result, and the gradients, times the scale."""
-    floats = [x for x in outs if _is_float(x)]
+    """What is found in the backward pass after a forward pass, and the gradients, times the scale."""
+    outs, kept = forward[: pullback.results], forward[pullback.results :]
 
     def at(scale: float) -> tuple[list[Event], list[Any]]:
-        first = as_cotangent(jnp.float32(scale), floats[0].dtype) if floats else 0
-        seeds = [jnp.full_like(x, 0 if i else first) for i, x in enumerate(floats)]
-        return _probed(program, underflow, "backward", jaxpr, [*kept, *seeds])
+        return _probed(program, underflow, "backward", pullback.jaxpr, [*kept, *pullback.seeds(outs, scale)])
 
     events, gradients = at(1.0 if scale is None else scale)
     if scale is None or not events:

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 from jax import tree_util as jtu
 
 from ._compat import Jaxpr, Literal, open_jaxpr
 from ._higher_order import along
+from ._scale import as_cotangent
 from ._standing import float_dtype
 
 
@@ -22,6 +24,12 @@ class Pullback(NamedTuple):
     forward: Jaxpr
     jaxpr: Jaxpr
     kept: int  # bytes that are made in the forward pass and read in the backward pass
+    results: int  # how many come before what is kept
+
+    def seeds(self, outs: Sequence[Any], scale: float) -> list[Any]:
+        """The cotangents of results that start a backward pass: `scale` for the first that is a float, else zero."""
+        floats = [x for x in outs if float_dtype(jax.typeof(x)) is not None]
+        return [jnp.full_like(x, 0 if i else as_cotangent(jnp.float32(scale), x.dtype)) for i, x in enumerate(floats)]
 
 
 def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
@@ -48,7 +56,7 @@ def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
     outs = open_jaxpr(jaxpr).outvars
     kept = closed.out_avals[len(outs) :]
     back = jax.make_jaxpr(backward)(kept, [outs[i].aval.to_tangent_aval() for i in results])
-    return Pullback(closed, back, _bytes_made(closed, len(outs)))
+    return Pullback(closed, back, _bytes_made(closed, len(outs)), len(outs))
 
 
 def _bytes_made(closed: Jaxpr, first: int) -> int:

@@ -123,6 +123,15 @@ class AmpReport:
         if found:
             raise AssertionError("\n- ".join([f"{self.name} is not mixed as asked:", *found]))
 
+    def plot(self, path: Any = None) -> Any:
+        """Draw the FLOPs of matmuls by scope and dtype; save the picture if there is a path.
+
+        Needs matplotlib. Returns the figure.
+        """
+        from ._plots import draw_flops
+
+        return draw_flops(self, path)
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it."""
         return {
