@@ -172,7 +172,8 @@ class Judge:
         if name in POSITIONS:
             return How.ORIGINAL, "made from positions", POSITION
         if found.rule is use_original_precision:
-            return How.ORIGINAL, _source(found), kept
+            unknown = found.key is None and name not in FIXED and any(map(self.may_lower, eqn.invars))
+            return How.ORIGINAL, f"not entered: {name}" if unknown else _source(found), kept
         if eqn.primitive in ATTENTION:
             return self._decide_attention(eqn, ins, found)
         if name in FIXED and not _rounds_nothing(eqn):
