@@ -8,7 +8,7 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar, get_args, overload
 
 import jax
@@ -339,16 +339,20 @@ def unmatched_keys(
     return keys
 
 
-def unmatched(options: Options, plans: Sequence[Plan]) -> list[Key]:
+def unmatched(options: Options, plans: Iterable[Plan]) -> list[Key]:
     """The keys of a policy, but for those of presets, that no step of some plans was found under."""
-    found, ours = set[Key]().union(*map(_keys_of, plans)), [load_policy(name) for name in presets()]
+    found: set[Key] = set()
+    seen: set[int] = set()
+    waiting = list(plans)
+    while waiting:
+        plan = waiting.pop()
+        if id(plan) not in seen:  # a function that is called often has one plan
+            seen.add(id(plan))
+            found.update(step.key for step in plan.steps)
+            waiting += (body for step in plan.steps for body in step.bodies)
+    ours = [load_policy(name) for name in presets()]
     return [
         key
         for key, rule in options.policy.items()
         if key not in found and not any(preset.get(key) == rule for preset in ours)
     ]
-
-
-def _keys_of(plan: Plan) -> set[Key]:
-    keys = {step.key for step in plan.steps}
-    return keys.union(*(_keys_of(body) for step in plan.steps for body in step.bodies))

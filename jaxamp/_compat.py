@@ -74,13 +74,11 @@ def marks_of(name_stack: Any) -> list[int]:
     ]
 
 
-def first_frame(source_info: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
-    """The innermost frame of an equation whose file is wanted: file, line, function."""
-    if source_info.traceback is None:
-        return None
-    for code, at in zip(*source_info.traceback.raw_frames(), strict=True):
+def first_frame(traceback: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
+    """The innermost frame of an equation's traceback whose file is wanted: file, line, function."""
+    for code, at in zip(*traceback.raw_frames(), strict=True) if traceback is not None else ():
         if wanted(code.co_filename):
-            return code.co_filename, source_info.traceback.code_addr2line(code, at), code.co_name
+            return code.co_filename, traceback.code_addr2line(code, at), code.co_name
     return None
 
 

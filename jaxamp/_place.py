@@ -92,5 +92,10 @@ def _is_the_users(file: str) -> bool:
 
 def source_of(eqn: Any) -> Source | None:
     """The line of the user's that an equation comes from: the innermost that is in no library, if there is one."""
-    found = first_frame(eqn.source_info, _is_the_users) or first_frame(eqn.source_info, _is_not_ours)
+    return _source(eqn.source_info.traceback)
+
+
+@functools.lru_cache(2**14)
+def _source(traceback: Any) -> Source | None:
+    found = first_frame(traceback, _is_the_users) or first_frame(traceback, _is_not_ours)
     return None if found is None else Source(*found)

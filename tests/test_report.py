@@ -323,7 +323,7 @@ ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
   %dot.1 = bf16[8,8]{1,0} dot(%a, %c), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(block)/dot_general"}
   %d = f32[8,8]{1,0} convert(%a)
   %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
-  %g = (f32[8,8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/body/block/dot"}
+  %g = (f32[8,8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/block/dot"}
   ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
 }
 """
