@@ -5,9 +5,11 @@ backwards; the plan gives the reasons.
 """
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ from ._check import problems_of
 from ._interpreter import Ledger
 from ._kept import BytesKept
 from ._pullback import pullback_of
+from ._report_html import page_of, summary_of
 from ._report_text import is_colourful, render
 from ._residuals import Keep
 from ._rows import Place, Row, rows_of
@@ -110,6 +113,13 @@ class AmpReport:
     def text(self, *, limit: int | None = 40, colour: bool = False) -> str:
         """A table within 100 columns, grouped by scope, worst first; at most `limit` lines of it, or all with None."""
         return render(self, limit=limit, colour=colour)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all of it as one HTML page that needs no network: a map of scopes and a table to sort and filter."""
+        Path(path).write_text(page_of(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return summary_of(self)
 
     def check(
         self,
