@@ -110,7 +110,7 @@ def _head(report: Any) -> str:
     if report.kept is not None:
         before, after = report.kept
         ratio = f" ({after / before:.2f} times)" if before else ""
-        tiles.append(("kept for the backward pass", f"{si(after)}B", f"{si(before)}B in float32{ratio}"))
+        tiles.append(("kept for the backward pass", f"{si(after)}B", f"under amp; {si(before)}B in float32{ratio}"))
     tiles.append(("operations", f"{len(report.rows):,}", f"in {len(scopes):,} {_plural('scope', len(scopes))}"))
     shown = "".join(
         f"<div><dt>{escape(title)}</dt><dd>{escape(number)}<small>{escape(more)}</small></dd></div>"
@@ -160,13 +160,13 @@ def _sections(report: Any) -> Iterator[str]:
     parts = [
         (
             f"Matmuls left in {left_in}, and why",
-            len(wide),
+            sum(row.times for row in wide),
             "",
             _table(_grouped(wide, reason_of, lambda row: row.flops), "reason", "FLOPs", "wide"),
         ),
         (
             "Matmul dimensions that waste tensor cores",
-            len(wasteful),
+            sum(row.times for row in wasteful),
             f"Not a multiple of {report.multiple}.",
             _table(_grouped(wasteful, sizes_of, lambda row: row.flops), "dimensions", "FLOPs", "wasteful"),
         ),
@@ -174,7 +174,7 @@ def _sections(report: Any) -> Iterator[str]:
             "Casts",
             report.cast_count,
             "Between floats, and in no line of the program. XLA fuses most of them into their neighbours.",
-            _table(_grouped(casts, reason_of, lambda row: row.bytes), "reason", "bytes", "cast"),
+            _table(_grouped(casts, lambda row: row.reason, lambda row: row.bytes), "reason", "bytes", "cast"),
         ),
         (
             "Not entered",

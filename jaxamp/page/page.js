@@ -74,6 +74,7 @@
   }
 
   // Numbers to sort a column by; those of a text are its place among the distinct ones.
+  const collator = new Intl.Collator("en", { numeric: true }); // block_2 before block_10
   const cache = {};
   function keysOf(name) {
     return (cache[name] ??= (() => {
@@ -81,8 +82,7 @@
       const { values, codes } = rows[name];
       if (typeof values[0] === "number") return Float64Array.from(codes, (code) => values[code]);
       const texts = page.texts[name] ?? values;
-      const order = texts.map((_, code) => code).sort((a, b) =>
-        texts[a].localeCompare(texts[b], "en", { numeric: true }));
+      const order = texts.map((_, code) => code).sort((a, b) => collator.compare(texts[a], texts[b]));
       const ranks = new Float64Array(order.length);
       for (let k = 1; k < order.length; k++) {
         ranks[order[k]] = ranks[order[k - 1]] + (texts[order[k]] === texts[order[k - 1]] ? 0 : 1);
@@ -292,11 +292,11 @@
         const cell = make("button", {
           type: "button", tabindex: "-1", title: label, "aria-label": label, "aria-pressed": String(isChosen(node)),
           class: `cell ${parent ? "parent" : familyOf(most(node))}${isChosen(node) ? " chosen" : ""}`,
-          style: `left:${left + 1}px;top:${top + 1}px;width:${Math.max(1, w - 2)}px;height:${Math.max(1, h - 2)}px${w < 34 || h < 20 ? ";padding:0" : ""}`,
+          style: `left:${left + 1}px;top:${top + 1}px;width:${Math.max(1, w - 2)}px;height:${Math.max(1, h - 2)}px${w < 34 || h < 24 ? ";padding:0" : ""}`,
           onclick: () => (isChosen(node) ? show({ scope: node.line ? state.scope : parentOf(node.scope), line: null })
             : show({ scope: node.line ? state.scope : node.scope, line: node.line })),
         });
-        if (h >= 20 && w >= Math.min(48, 7.3 * node.name.length + 14)) {
+        if (h >= 24 && w >= Math.min(48, 7.3 * node.name.length + 14)) {
           cell.append(make("span", {}, node.name));
           if (parent ? w >= 110 : w >= 64 && h >= 40) cell.append(make("small", {}, `${si(node.flops)}${parent ? "" : ` ${most(node)}`}`));
         }
