@@ -140,6 +140,9 @@ def _bar(report: Any) -> str:
     return f'<div class="bar" role="img" aria-label="{said}">{parts}</div><ul class="legend">{legend}</ul>'
 
 
+_LAYER = re.compile(r"\d+(?=\]?(/|$))")  # the number that ends a name: of block_3, not of Conv2d
+
+
 class Found(NamedTuple):
     """Operations that a section shows as one."""
 
@@ -204,7 +207,7 @@ def _grouped(rows: Iterable[Row], why: Callable[[Row], str], cost: Callable[[Row
     groups: dict[Found, list[Row]] = {}
     for row in rows:
         source = ("", "") if row.source is None else (str(row.source), f"{row.source.file}:{row.source.line}")
-        key = Found(re.sub(r"\d+", "*", row.scope), _operation(row), str(row.run), why(row), *source)
+        key = Found(_LAYER.sub("*", row.scope), _operation(row), str(row.run), why(row), *source)
         groups.setdefault(key, []).append(row)
     found = []
     for key, alike in groups.items():

@@ -136,11 +136,14 @@ def test_sections_say_what_was_found_and_what_was_not(tmp_path):
 
 def test_layers_that_say_the_same_are_one_line_of_a_section(tmp_path):
     rows = [matmul(f"block_{i}/router", 10**6, dtype=F32) for i in range(48)]
+    rows += [matmul(f"Conv{i}d", 10**6 // i, dtype=F32) for i in (2, 4)]
     page = saved(report_of(*rows, matmul("head", 10**6, dtype=F32)), tmp_path)
     (section,) = re.findall(r"<section><h2>Matmuls left.*?</section>", page)
     assert re.findall(r'<td title="([^"]+)">\1<td>dot_general<td class="n">(\d+)<td class="n">([^<]+)', section) == [
         ("block_*/router", "48", "48 M"),
         ("head", "1", "1 M"),
+        ("Conv2d", "1", "500 k"),
+        ("Conv4d", "1", "250 k"),
     ]
 
 

@@ -284,6 +284,7 @@
     const place = (nodes, x, y, width, height, depth) => {
       for (const [node, left, top, w, h] of squarify(nodes, x, y, width, height)) {
         if (w < SMALLEST || h < SMALLEST) continue;
+        const named = h >= 24 && w >= Math.min(60, 7.3 * node.name.length + 14);
         const parent = !isLeaf(node) && depth < DEPTH && w > 60 && h > 44;
         const share = `${((100 * node.flops) / tree.flops).toFixed(1)} %`;
         const said = [...node.dtypes].sort((a, b) => b[1] - a[1])
@@ -292,13 +293,13 @@
         const cell = make("button", {
           type: "button", tabindex: "-1", title: label, "aria-label": label, "aria-pressed": String(isChosen(node)),
           class: `cell ${parent ? "parent" : familyOf(most(node))}${isChosen(node) ? " chosen" : ""}`,
-          style: `left:${left + 1}px;top:${top + 1}px;width:${Math.max(1, w - 2)}px;height:${Math.max(1, h - 2)}px${w < 34 || h < 24 ? ";padding:0" : ""}`,
+          style: `left:${left + 1}px;top:${top + 1}px;width:${Math.max(1, w - 2)}px;height:${Math.max(1, h - 2)}px${named ? "" : ";padding:0"}`,
           onclick: () => (isChosen(node) ? show({ scope: node.line ? state.scope : parentOf(node.scope), line: null })
             : show({ scope: node.line ? state.scope : node.scope, line: node.line })),
         });
-        if (h >= 24 && w >= Math.min(48, 7.3 * node.name.length + 14)) {
+        if (named) {
           cell.append(make("span", {}, node.name));
-          if (parent ? w >= 110 : w >= 64 && h >= 40) cell.append(make("small", {}, `${si(node.flops)}${parent ? "" : ` ${most(node)}`}`));
+          if (parent ? w >= 6.7 * node.name.length + 66 : w >= 64 && h >= 40) cell.append(make("small", {}, `${si(node.flops)}${parent ? "" : ` ${most(node)}`}`));
         }
         cells.push(cell);
         if (parent) place(childrenOf(node), left + 3, top + HEAD + 1, w - 6, h - HEAD - 4, depth + 1);
