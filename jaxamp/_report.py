@@ -5,9 +5,11 @@ backwards; the plan gives the reasons.
 """
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from ._check import problems_of
 from ._kept import BytesKept
 from ._place import Place
 from ._program import program_of
+from ._report_html import page_of, summary_of
 from ._report_text import is_colourful, render
 from ._residuals import Keep
 from ._rows import Row, rows_of
@@ -100,6 +103,13 @@ class AmpReport:
     def text(self, *, limit: int | None = 40, colour: bool = False) -> str:
         """A table within 100 columns, grouped by scope, worst first; at most `limit` lines of it, or all with None."""
         return render(self, limit=limit, colour=colour)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all of it as one HTML page that needs no network: a map of scopes and a table to sort and filter."""
+        Path(path).write_text(page_of(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return summary_of(self)
 
     def check(
         self,

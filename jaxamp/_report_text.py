@@ -37,14 +37,14 @@ def render(report: Any, *, limit: int | None = 40, colour: bool = False) -> str:
         return f"\033[{_COLOURS[name]}m{text}\033[0m" if colour else text
 
     parts = [paint(f"amp report of {report.name}, compute dtype {report.compute_dtype}"[:WIDTH], "bold")]
-    parts += [_pair(title, text) for title, text in _totals(report)]
+    parts += [_pair(title, text) for title, text in totals_of(report)]
     parts += [paint(_cut(f"note: {note}", WIDTH), "yellow") for note in report.notes]
     if report.wide_matmuls:
         parts += ["", paint(f"Matmuls not in {report.compute_dtype}, and why", "red")]
-        parts += [_matmul(row, _reason(row)) for row in _unlike(report.wide_matmuls)[:10]]
+        parts += [_matmul(row, reason_of(row)) for row in _unlike(report.wide_matmuls)[:10]]
     if report.wasteful_matmuls:
         parts += ["", paint(f"Matmuls with a dimension that is no multiple of {report.multiple}", "yellow")]
-        parts += [_matmul(row, _sizes(row)) for row in _unlike(report.wasteful_matmuls)[:10]]
+        parts += [_matmul(row, sizes_of(row)) for row in _unlike(report.wasteful_matmuls)[:10]]
     lines = lines_of(report)
     shown = lines if limit is None else lines[:limit]
     parts += ["", paint(_columns("operation", "times", "MFLOP", "dtypes as run", "reason", "source"), "bold")]
@@ -75,7 +75,7 @@ def lines_of(report: Any) -> list[Line]:
     for row in report.rows:
         if row.flops or row.kind != "other":
             source = "" if row.source is None else str(row.source)
-            key = row.scope, row.phase, row.primitive, str(row.run), _reason(row), source
+            key = row.scope, row.phase, row.primitive, str(row.run), reason_of(row), source
             line = groups.get(key) or Line(*key, 0, 0, id(row) in wide)
             groups[key] = line._replace(times=line.times + row.times, flops=line.flops + row.flops)
     lines = list(groups.values())
@@ -87,27 +87,27 @@ def lines_of(report: Any) -> list[Line]:
     return sorted(lines, key=lambda line: (ranks[line.scope], not line.is_wide_matmul, -line.flops))
 
 
-def _totals(report: Any) -> Iterator[tuple[str, str]]:
+def totals_of(report: Any) -> Iterator[tuple[str, str]]:
     total = sum(report.matmul_flops.values())
     shares = ", ".join(f"{100 * flops / total:.1f} % {dtype}" for dtype, flops in report.matmul_flops.items())
-    yield "matmul FLOPs", f"{_si(total)}: {shares}" if total else "none"
-    yield "casts", f"{report.cast_count}, {_si(report.cast_bytes)}B if none is fused"
+    yield "matmul FLOPs", f"{si(total)}: {shares}" if total else "none"
+    yield "casts", f"{report.cast_count}, {si(report.cast_bytes)}B if none is fused"
     if report.kept is not None:
         before, after = report.kept
         ratio = f" ({after / before:.2f} times)" if before else ""
-        yield "kept for the backward pass", f"{_si(before)}B in float32, {_si(after)}B under amp{ratio}"
+        yield "kept for the backward pass", f"{si(before)}B in float32, {si(after)}B under amp{ratio}"
     if report.not_entered:
         yield "not entered", ", ".join(f"{name} ({times})" for name, times in report.not_entered.items())
     if report.unmatched:
         yield "keys that matched nothing", ", ".join(map(repr, report.unmatched))
 
 
-def _reason(row: Row) -> str:
+def reason_of(row: Row) -> str:
     """Backwards, the reason of what is differentiated: a stroke says that it is a derivative."""
     return row.reason.partition(": ")[2] if row.phase == "backward" and ": " in row.reason else row.reason
 
 
-def _sizes(row: Row) -> str:
+def sizes_of(row: Row) -> str:
     return "" if row.dims is None else " ".join(f"{name} {size}" for name, size in row.dims._asdict().items())
 
 
@@ -151,13 +151,15 @@ def _pair(title: str, text: str) -> str:
 
 
 def _millions(flops: int) -> str:
-    return f"{flops / 1e6:.3g}" if flops < 1e9 else f"{flops / 1e6:,.0f}"
+    return f"{flops / 1e6:.3g}" if flops < 999.5e6 else f"{flops / 1e6:,.0f}"
 
 
-def _si(number: float) -> str:
+def si(number: float) -> str:
     """1234567 as 1.23 M."""
-    for unit in ("", "k", "M", "G", "T"):
-        if number < 1000 or unit == "T":
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    raise AssertionError
+    unit = 0
+    while number >= 999.5 and unit < len(_UNITS) - 1:  # what would be rounded to 1000 is 1 of the next unit
+        number, unit = number / 1000, unit + 1
+    return f"{number:.3g} {_UNITS[unit]}"
+
+
+_UNITS = ("", "k", "M", "G", "T", "P", "E")
