@@ -74,6 +74,12 @@ def marks_of(name_stack: Any) -> list[int]:
     ]
 
 
+def up_to_mark(name_stack: Any, number: int) -> Any:
+    """A name stack up to the first place where a number is. What JAX puts behind it may say all of it again."""
+    names = [getattr(entry, "name", None) for entry in name_stack.stack]
+    return name_stack[: names.index(f"{_MARK}{number}")]
+
+
 def first_frame(traceback: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
     """The innermost frame of an equation's traceback whose file is wanted: file, line, function."""
     for code, at in zip(*traceback.raw_frames(), strict=True) if traceback is not None else ():

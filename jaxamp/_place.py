@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._compat import Jaxpr, first_frame, marks_of, open_jaxpr, scopes
+from ._compat import Jaxpr, first_frame, marks_of, open_jaxpr, scopes, up_to_mark
 from ._interpreter import Ledger
 from ._plan import Plan, Step
 
@@ -42,7 +42,9 @@ class Place(NamedTuple):
     def of(self, eqn: Any, i: int, ledger: Ledger) -> "Place":
         """The place of equation `i` of the jaxpr that is here."""
         stack = eqn.source_info.name_stack
-        marks = marks_of(stack) if self.plan is None else [ledger.number(self.plan, i)]
+        marks = marks_of(stack)
+        stack = up_to_mark(stack, marks[0]) if marks else stack
+        marks = marks if self.plan is None else [ledger.number(self.plan, i)]
         lines = (source_of(e) for e in (*(ledger.equation(mark) for mark in marks), eqn))
         return self._replace(
             scopes=self.scopes + scopes(stack),

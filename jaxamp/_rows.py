@@ -66,7 +66,7 @@ def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
 
 def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
     run, name = _dtypes(eqn), base_name(eqn.primitive)
-    written, rule, reason, kind = None, "", "added", "matmul" if is_matmul(eqn) else "other"
+    written, rule, reason, kind = None, "", "a result in its dtype", "matmul" if is_matmul(eqn) else "other"
     if place.mark is not None:
         origin, step = place.step(ledger)
         rule = name_of_rule(step.rule)

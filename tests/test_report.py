@@ -107,6 +107,16 @@ def test_rows_name_the_lines_of_the_user():
     assert not ours
 
 
+def test_a_scope_is_said_once():
+    def loss(w, x):
+        with jax.named_scope("block"):
+            return jnp.mean(jax.nn.gelu(jax.nn.softmax(x @ w) @ w) @ w)
+
+    report = amp_report(loss, compute_dtype=jnp.bfloat16)(shape(8, 8), shape(16, 8))
+    assert {row.scope for row in report.rows} == {"block", ""}
+    assert {row.reason for row in report.rows if not row.scope} == {"a result in its dtype"}
+
+
 def test_the_body_of_a_scan_counts_by_its_length():
     def loss(w, x):
         return jnp.sum(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=5)[0])
