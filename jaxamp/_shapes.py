@@ -3,7 +3,6 @@
 The law: `parse_argument(format_argument(x)) == x`, and what is no argument is a `ValueError` that says what to write.
 """
 
-import difflib
 import json
 import re
 from typing import Any
@@ -12,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
+
+from ._policy import nearest
 
 _KINDS = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 _BITS = {"f": (16, 32, 64), "bf": (16,), "i": (4, 8, 16, 32, 64), "u": (4, 8, 16, 32, 64), "c": (64, 128)}
@@ -38,9 +39,8 @@ def parse_dtype(text: str) -> np.dtype:
     True
     """
     if text not in _NAMES:
-        close = difflib.get_close_matches(text, _NAMES, 1, cutoff=0.5)
-        instead = f"Did you mean {close[0]!r}?" if close else "Write for example 'f32'."
-        raise ValueError(f"got the dtype {text!r}; expected one of {', '.join(_LONG)}, or its long name. {instead}")
+        instead = nearest(text, _NAMES) or " Write for example 'f32'."
+        raise ValueError(f"got the dtype {text!r}; expected one of {', '.join(_LONG)}, or its long name.{instead}")
     return jnp.dtype(_NAMES[text])
 
 
