@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
@@ -155,7 +156,7 @@ def _policy(text: str) -> Policy:
 def _traced(options: argparse.Namespace) -> AmpReport:
     dtype, policy = _dtype(options.dtype), _policy(options.policy)
     function, arguments = load_function(options.target), load_arguments(options.arguments)
-    given = ", ".join(map(format_argument, arguments)) or "no arguments"
+    given = textwrap.shorten(", ".join(map(format_argument, arguments)) or "no arguments", 300, placeholder=" ...")
     doing = f"tracing {options.target} with {given}"
     with users_code(doing, "a function that JAX can trace with them", "Give other arguments"):
         trace = amp_report(

@@ -99,7 +99,10 @@ def format_argument(argument: Any) -> str:
     """
     if _is_array(argument):
         return _format_shape(argument)
-    return json.dumps(argument, default=_format_leaf)
+    try:
+        return json.dumps(argument, default=_format_leaf)
+    except TypeError:  # keys that JSON does not have
+        return type(argument).__name__
 
 
 def _is_array(x: Any) -> bool:

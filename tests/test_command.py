@@ -21,7 +21,7 @@ from jaxamp._compat import primitives
 from jaxamp._policy_text import differences
 
 MODULE = """
-import functools
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -73,6 +73,15 @@ def leave(x):
 
 def wordless(x):
     raise ValueError
+
+
+def network(mlp, x, key):
+    return mlp(x + jax.random.normal(key, x.shape)).sum()
+
+
+def network_arguments():
+    key = jax.random.key(0)
+    return eqx.nn.MLP(8, 4, 16, 2, key=key), jnp.ones(8), key
 
 
 def a_list():
@@ -274,6 +283,20 @@ def test_report_mixes_the_two_and_takes_numbers(capsys, project):
     assert code == 0
     assert {row["primitive"] for row in data["rows"]} >= {"dot_general", "mul"}
     assert answer(capsys, "report", f"{project}:scaled", "f32[8,8]", "-1", "true")[0] == 0
+
+
+def test_arguments_may_be_modules_and_keys(capsys, project):
+    code, data = document(capsys, "report", f"{project}:network", f"@{project}:network_arguments")
+    assert code == 0
+    assert {row["phase"] for row in data["rows"] if row["kind"] == "matmul"} == {"forward", "backward"}
+
+
+def test_long_arguments_are_cut_short_in_a_message(capsys, project):
+    many = json.dumps(["f32[8,8]"] * 1000)
+    code, _, err = answer(capsys, "report", f"{project}:Model.square", many)
+    assert code == 2
+    assert len(err) < 1000
+    assert ' "f32[8,8]", ... raised TypeError' in err
 
 
 @pytest.mark.parametrize("path", ["Model.square", "model.call"])

@@ -90,6 +90,7 @@ def test_short_and_long_names_of_dtypes():
 
 def test_what_has_no_string_is_shown_by_its_type():
     assert format_argument((jnp.ones(3), jax.nn.relu)) == '["f32[3]", "custom_jvp"]'
+    assert format_argument({("a", 1): jnp.ones(3)}) == "dict"
 
 
 NAMES = sorted(name for name in _NAMES if not name.endswith(("64", "128")) or name in ("c64", "complex64"))
