@@ -305,6 +305,11 @@ def _rule_of(primitive: Primitive) -> HigherOrder | None:
     return _REGISTERED.get(primitive) or _builtin().get(primitive)
 
 
+def is_higher_order(primitive: Primitive) -> bool:
+    """Whether a primitive carries a jaxpr that is entered."""
+    return _rule_of(primitive) is not None
+
+
 def describe(eqn: Any) -> Entry | None:
     """The inside of `eqn`; None for a primitive that is not entered."""
     rule = _rule_of(eqn.primitive)

@@ -30,8 +30,10 @@ def is_colourful(stream: Any = None) -> bool:
     return "NO_COLOR" not in os.environ and hasattr(stream, "isatty") and stream.isatty()
 
 
-def render(report: Any, *, limit: int | None = 40, colour: bool = False) -> str:
-    """The text of a report, with at most `limit` lines in its table; None: with all of them."""
+def render(
+    report: Any, *, limit: int | None = 40, colour: bool = False, more: str = "print(report.text(limit=None))"
+) -> str:
+    """The text of a report, with at most `limit` lines in its table; None: with all of them. `more` says how."""
 
     def paint(text: str, name: str) -> str:
         return f"\033[{_COLOURS[name]}m{text}\033[0m" if colour else text
@@ -63,7 +65,7 @@ def render(report: Any, *, limit: int | None = 40, colour: bool = False) -> str:
         )
         parts.append(paint(text, "red") if line.is_wide_matmul else text)
     if len(shown) < len(lines):
-        parts.append(f"... and {len(lines) - len(shown)} lines more: print(report.text(limit=None))")
+        parts.append(f"... and {len(lines) - len(shown)} lines more: {more}")
     parts.append(paint("' is the backward pass.", "dim"))
     return "\n".join(parts)
 

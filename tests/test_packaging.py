@@ -48,6 +48,14 @@ def test_a_wheel_made_from_the_sdist_has_the_policies(dists, tmp_path):
     assert "default" in presets
 
 
+def test_a_wheel_has_the_command(dists):
+    (wheel,) = dists.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (points,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        assert "[console_scripts]\njaxamp = jaxamp.__main__:main" in archive.read(points).decode()
+        assert "jaxamp/__main__.py" in archive.namelist()
+
+
 def test_a_bare_checkout_has_the_policies():
     where, presets = ask(ROOT)
     assert where.is_relative_to(ROOT)
