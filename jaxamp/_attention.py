@@ -89,7 +89,8 @@ def dot_product_attention(
         "local_window_size": local_window_size,
     }
     # What is wrong with the arguments is said by the function that they are written for.
-    jax.eval_shape(functools.partial(jax.nn.dot_product_attention, **static), query, key, value, **given)
+    checked = _promoting(functools.partial(jax.nn.dot_product_attention, **static))
+    jax.eval_shape(checked, query, key, value, **given)
     shape, operands = query.shape, [_with_batch(x, name) for name, x in zip("qkv", (query, key, value), strict=True)]
     out, lse = FORWARD.bind(
         *operands,
