@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
+from ._bind import bind_primitive
 from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
 from ._residuals import Keep, keeping_little, may_keep_little
 from ._rules import cast
@@ -69,7 +70,7 @@ Run = Callable[[Rewriter, Any, Any, list[Any]], Sequence[Any]]
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind an equation's primitive to other operands and parameters."""
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    out = bind_primitive(eqn.primitive, *operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
