@@ -21,11 +21,7 @@ _CACHED_BINDS = 4096
 def bind_primitive(primitive: Primitive, /, *operands: Any, **params: Any) -> Any:
     """What `primitive.bind` does, sooner."""
     if primitive.name in PLAIN and any(map(is_transformed, operands)):
-        try:
-            jitted = _jitted(primitive, tuple(params.items()))
-        except TypeError:  # parameters that can't be hashed
-            return primitive.bind(*operands, **params)
-        return jitted(*operands)
+        return _jitted(primitive, tuple(params.items()))(*operands)  # JAX wants parameters that can be hashed
     return primitive.bind(*operands, **params)
 
 
