@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 from jax.extend import source_info_util
+from jax.interpreters.partial_eval import DynamicJaxprTracer, JaxprTracer
 
 Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
 Literal = jec.Literal
@@ -131,6 +132,11 @@ def primitives() -> dict[str, Primitive]:
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]
+
+
+def is_transformed(x: Any) -> bool:
+    """Whether a value is of a transform that runs equation by equation, such as `grad` or `vmap`, and of no jaxpr."""
+    return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer | JaxprTracer)
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

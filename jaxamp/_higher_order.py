@@ -18,7 +18,20 @@ import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
-from ._compat import Jaxpr, Primitive, open_jaxpr, own_lines, primitives, scan_counts, without_consts
+from ._bind import bind_primitive
+from ._compat import (
+    Jaxpr,
+    Literal,
+    Primitive,
+    consts_of,
+    current_name_stack,
+    open_jaxpr,
+    own_lines,
+    primitives,
+    scan_counts,
+    user_context,
+    without_consts,
+)
 from ._residuals import Keep, keeping_little, may_keep_little
 from ._rules import cast
 from ._standing import EXACT, LOW, Value
@@ -69,8 +82,23 @@ Run = Callable[[Rewriter, Any, Any, list[Any]], Sequence[Any]]
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind an equation's primitive to other operands and parameters."""
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    out = bind_primitive(eqn.primitive, *operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+    """What `jax.extend.core.jaxpr_as_fun` does, sooner under a transform."""
+    body, outer = open_jaxpr(jaxpr), current_name_stack()
+    env = dict(zip((*body.constvars, *body.invars), (*consts_of(jaxpr), *operands), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in body.eqns:
+        info = eqn.source_info
+        with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
+            env.update(zip(eqn.outvars, bind(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in body.outvars]
 
 
 # -- describing

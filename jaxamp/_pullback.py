@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import tree_util as jtu
 
 from ._compat import Jaxpr, Literal, open_jaxpr
-from ._higher_order import along
+from ._higher_order import along, evaluate
 from ._scale import as_cotangent
 from ._standing import float_dtype
 
@@ -39,7 +38,7 @@ def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
     trees: list[Any] = []
 
     def function(*operands: Any) -> tuple[list[Any], list[Any]]:
-        outs = jec.jaxpr_as_fun(jaxpr)(*operands)
+        outs = evaluate(jaxpr, operands)
         return [outs[i] for i in results], outs
 
     def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
