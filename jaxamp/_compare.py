@@ -20,6 +20,7 @@ from ._compat import Jaxpr
 from ._cost import base_name
 from ._facts import COMPARES, MOVES
 from ._interpreter import Ledger
+from ._matmul import order_when_swapped
 from ._place import Place, Source
 from ._program import Program, program_of
 from ._pullback import Pullback
@@ -46,6 +47,10 @@ class Error(NamedTuple):
 
 def error_of(x: Any, reference: Any) -> Error:
     x, reference = (np.asarray(a).astype(np.float64).ravel() for a in (x, reference))
+    finite = np.isfinite(x) & np.isfinite(reference)
+    if not np.array_equal(x[~finite], reference[~finite], equal_nan=True):
+        return Error(float("inf"), float("nan"), float("inf"))
+    x, reference = x[finite], reference[finite]  # what is not finite is the same in both
     norm, other = float(np.linalg.norm(reference)), float(np.linalg.norm(x))
     distance = float(np.linalg.norm(x - reference))
     relative = distance / norm if norm else 0.0 if distance == 0 else float("inf")
@@ -85,10 +90,11 @@ class Comparison:
         return tuple(worst.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
+        """All of it as JSON can hold it; what is not finite is None."""
 
         def plain(row: Compared) -> dict[str, Any]:
             error = row.error._asdict() | {"snr_db": row.error.snr_db}
+            error = {name: x if np.isfinite(x) else None for name, x in error.items()}
             return row._asdict() | {"error": error, "source": None if row.source is None else row.source._asdict()}
 
         lists = {name: [plain(r) for r in getattr(self, name)] for name in ("results", "gradients", "operations")}
@@ -169,19 +175,21 @@ def compare(
         if dynamic_scaler_state is not None:
             check_state("compare", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
-        written, wide = _reference(options, program, fn, args, kwargs)
+        _check_concrete(program.arrays)
+        written, wide, notes = _reference(options, program, fn, args, kwargs)
         recorder = _Recorder()
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
-        judge = _Judge(recorder.seen)
+        judge = _Judge(recorder.seen, program.ledger)
         found = Walker(program.ledger, judge.look).run(program.mixed, program.arrays, Place("forward", program.path))
         results = [
             Compared(f"result {i}", "", None, str(x.dtype), error_of(x, y))
             for i, (x, y) in enumerate(zip(found, expected, strict=True))
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
-        gradients, notes = [], list[str]()
+        gradients = []
         if backward:
-            pullbacks, notes = program.pullbacks(written, program.mixed)
+            pullbacks, more = program.pullbacks(written, program.mixed)
+            notes += more
             if pullbacks:
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
                 expected = _gradient(pullbacks[0], wide, 1.0)
@@ -194,7 +202,7 @@ def compare(
         return Comparison(
             program.name,
             options.compute_dtype.name,
-            "float64" if _has_64_bits() else "float32",
+            "float32" if written is program.written else "float64",
             _worst_first(results),
             _worst_first(gradients),
             _worst_first(judge.rows),
@@ -240,13 +248,25 @@ def assert_amp_close(
 
 def _reference(
     options: Options, program: Program, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Jaxpr, list[Any]]:
-    """The program that is taken for the truth, and its operands."""
+) -> tuple[Jaxpr, list[Any], list[str]]:
+    """The program that is taken for the truth, its operands, and notes."""
     if not _has_64_bits():
-        return program.written, program.arrays
+        return program.written, program.arrays, []
     args, kwargs, fn = jax.tree.map(_widened, (args, kwargs, fn))
     call, arrays = split_call(fn, args, kwargs)
-    return plan_call(options, call, arrays)[0].jaxpr, arrays
+    try:
+        return plan_call(options, call, arrays)[0].jaxpr, arrays, []
+    except Exception as error:  # a function that names float32 may refuse others
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return program.written, program.arrays, [f"no float64 reference: {reason}"]
+
+
+def _check_concrete(arrays: Sequence[Any]) -> None:
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+        raise TypeError(
+            "compare got a shape or a traced value; expected arrays with numbers in them. Call it outside of jit, on "
+            "arrays."
+        )
 
 
 def _has_64_bits() -> bool:
@@ -285,7 +305,7 @@ class _Recorder:
 
     def record(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         key = self._numbers.key(eqn, place)
-        if key is not None and jnp.issubdtype(outs[0].dtype, jnp.floating):
+        if key is not None and outs and jnp.issubdtype(outs[0].dtype, jnp.floating):
             self.seen[key] = outs[0]
             self.add_range(place.scope, outs[:1])
 
@@ -297,16 +317,22 @@ class _Recorder:
 class _Judge:
     """Compares the results of another run with those that were kept."""
 
-    def __init__(self, seen: dict[Key, Any]):
+    def __init__(self, seen: dict[Key, Any], ledger: Ledger):
         self.rows: list[Compared] = []
+        self._ledger = ledger
         self._seen = seen
         self._numbers = _Numbers()
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         key = self._numbers.key(eqn, place)
         reference = None if key is None else self._seen.get(key)
-        # A matmul whose operands were swapped has its axes in another order: what reads it is compared instead.
-        if reference is not None and reference.shape == outs[0].shape:
+        if reference is None:
+            return
+        if place.mark is not None:
+            origin, step = place.step(self._ledger)
+            order = order_when_swapped(origin) if step.swapped else None
+            reference = reference if order is None else jnp.transpose(reference, order)
+        if reference.shape == outs[0].shape:
             name, dtype = base_name(eqn.primitive), str(outs[0].dtype)
             self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
 
@@ -325,4 +351,4 @@ def _paths(tree: Any) -> list[str]:
 
 
 def _worst_first(rows: Sequence[Compared]) -> tuple[Compared, ...]:
-    return tuple(sorted(rows, key=lambda row: -row.error.relative))
+    return tuple(sorted(rows, key=lambda row: -row.error.relative))  # never NaN

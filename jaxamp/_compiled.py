@@ -64,8 +64,8 @@ def _scope(rest: str) -> str:
     """`jit(step)/transpose(jvp(block))/attention/dot_general` as `block/attention`."""
     found = _NAME.search(rest)
     parts = found[1].split("/")[:-1] if found else []
-    inner = (re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in parts if not part.startswith(("jit(", "pjit(")))
+    inner = (re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in parts if "jit(" not in part)
     return "/".join(part for part in inner if part and part not in _OWN)
 
 
-_OWN = frozenset({"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"})
+_OWN = frozenset({"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"})

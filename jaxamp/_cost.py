@@ -8,7 +8,7 @@ from ._facts import MATMULS, MOVES, REDUCES
 
 
 class Dims(NamedTuple):
-    """A matmul of (m, k) by (k, n); of a convolution, k and n are the channels of a group that go in and come out."""
+    """A matmul of (m, k) by (k, n); of a convolution, k is a window with its channels, n the features of a group."""
 
     m: int
     n: int
@@ -49,9 +49,9 @@ def dims_of(eqn: Any) -> Dims | None:
     if name == "conv_general_dilated":
         numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
         groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-        channels, features = kernel[numbers.rhs_spec[1]], kernel[numbers.rhs_spec[0]]
-        out = eqn.outvars[0].aval
-        return Dims(_size(out) // max(1, out.shape[numbers.out_spec[1]]), features // groups, channels)
+        out, contracted = eqn.outvars[0].aval, math.prod(kernel[i] for i in numbers.rhs_spec[1:])
+        features = kernel[numbers.rhs_spec[0]] // groups
+        return Dims(_size(out) // max(1, out.shape[numbers.out_spec[1]]), features, contracted)
     if name not in MATMULS:
         return None
     left, right = (v.aval.shape for v in eqn.invars[:2])
@@ -80,7 +80,7 @@ def _flops_of_dot(eqn: Any) -> int:
 def _flops_of_convolution(eqn: Any) -> int:
     numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     window = math.prod(kernel[i] for i in numbers.rhs_spec[1:])
-    return 2 * _size(eqn.outvars[0].aval) * window
+    return 2 * _size(eqn.outvars[0].aval) * window // math.prod(eqn.params["lhs_dilation"])  # zeros between entries
 
 
 def _flops_of_attention(eqn: Any) -> int:

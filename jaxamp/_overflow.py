@@ -9,6 +9,7 @@ The call is run again, equation by equation, forwards and backwards, and each re
 Whether it reached the results is told beside: a mask may take it out again.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from ._amp import PolicyLike, check_function, check_options
 from ._compat import Jaxpr
 from ._cost import base_name
+from ._facts import ELEMENTWISE
 from ._higher_order import bind
 from ._place import Place, Source
 from ._program import Program, program_of
@@ -121,7 +123,8 @@ def find_overflow(
             the first argument.
         compute_dtype, amp_policy, keep: As for `amp`.
         backward: Whether to look at the backward pass too.
-        underflow: The share of entries that a low operation may flush to zero before it is reported.
+        underflow: The share of entries that a low operation of the backward pass may flush to zero before it is
+            reported. Forwards, where small probabilities are zero in any network, it is half of them at least.
 
     Returns:
         A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns an `OverflowReport`. With a scaler's
@@ -147,6 +150,11 @@ def find_overflow(
         if dynamic_scaler_state is not None:
             check_state("find_overflow", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
+        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in program.arrays):
+            raise TypeError(
+                "find_overflow got a shape or a traced value; expected arrays with numbers in them. Call it outside of "
+                "jit, on the arrays of the step that failed."
+            )
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
         forward = pullbacks[0].forward if pullbacks else program.mixed
         events, outs = _probed(program, underflow, "forward", forward, program.arrays)
@@ -189,14 +197,17 @@ def _probed_backward(
         return _probed(program, underflow, "backward", pullback.jaxpr, [*kept, *pullback.seeds(outs, scale)])
 
     events, gradients = at(1.0 if scale is None else scale)
-    if scale is None or not events:
+    if scale is None:
         return events, gradients
-    known = {_key(event) for event in (events if scale == 1 else at(1.0)[0])}
-    return [event._replace(at_scale_one=_key(event) in known) for event in events], gradients
+    at_one = events if scale == 1 else at(1.0)[0]
+    known, seen = ({_key(event) for event in found} for found in (at_one, events))
+    events = [event._replace(at_scale_one=_key(event) in known) for event in events]
+    more = [event for event in at_one if _key(event) not in seen and event.kind != "underflow"]
+    return [*events, *(event._replace(at_scale_one=True) for event in more)], gradients
 
 
 def _key(event: Event) -> tuple[Any, ...]:
-    return event.kind, event.scope, event.primitive, event.source, event.rounds
+    return event.kind, event.scope, event.primitive, event.source
 
 
 class _Probe:
@@ -215,11 +226,13 @@ class _Probe:
                     before = [_counts(x) for x in ins if _is_float(x)]
                     if nans and not any(int(n) for n, _ in before):
                         self._add("invalid", eqn, place, ins, out, nans)
-                    elif infs and not any(int(n) + int(i) for n, i in before):
-                        self._add("overflow", eqn, place, ins, out, infs)
+                    elif infs and (made := _infinite_of_finite(eqn, k, ins, out) if _any(before) else infs):
+                        self._add("overflow", eqn, place, ins, out, made)
                 elif out.dtype.itemsize <= 2:
                     lost = _flushed(eqn, k, ins, out)
-                    if lost > self._underflow * out.size:
+                    # Forwards, small probabilities and gates are zero in any network.
+                    share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
+                    if lost > share * out.size:
                         self._add("underflow", eqn, place, ins, out, lost)
 
     def _add(self, kind: str, eqn: Any, place: Place, ins: Sequence[Any], out: Any, entries: int) -> None:
@@ -256,6 +269,20 @@ def _counts(x: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.isnan(x).sum(), jnp.isinf(x).sum()
 
 
+def _any(counts: Sequence[Any]) -> bool:
+    return any(int(nans) + int(infs) for nans, infs in counts)
+
+
+def _infinite_of_finite(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
+    """How many entries of a result are infinite though what they are made of is finite, where other entries are not."""
+    floats = [x for x in ins if _is_float(x)]
+    if eqn.primitive.name in ELEMENTWISE and all(np.shape(x) in ((), out.shape) for x in floats):
+        made_of_finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x) for x in floats))
+        return int((jnp.isinf(out) & made_of_finite).sum())
+    wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
+    return 0 if wide is None else int((jnp.isinf(out) & jnp.isfinite(wide)).sum())
+
+
 @jax.jit
 def _largest(x: Any) -> jax.Array:
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
@@ -272,12 +299,18 @@ def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
         return 0
     if eqn.primitive.name == "convert_element_type":
         return int(_zeros_of_more(out, ins[0])) if _is_float(ins[0]) else 0
+    wide = _in_float32(eqn, k, ins)
+    return 0 if wide is None else int(_zeros_of_more(out, wide))
+
+
+def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
+    """The result of the same operation in float32; None of a primitive that has no such form."""
     wide = [x.astype(jnp.float32) if _is_float(x) else x for x in ins]
     changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
     try:
-        return int(_zeros_of_more(out, bind(eqn, wide, **changed)[k]))
-    except Exception:  # a primitive that has no float32 form: its operands have been looked at
-        return 0
+        return bind(eqn, wide, **changed)[k]
+    except Exception:
+        return None
 
 
 _DTYPES = ("preferred_element_type", "compute_dtype", "dtype", "out_dtype")

@@ -1,6 +1,7 @@
 """Where in the user's program an equation is: named scopes, source line, the step of the plan, the round of a loop."""
 
 import functools
+import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,11 +46,13 @@ class Place(NamedTuple):
         marks = marks_of(stack)
         stack = up_to_mark(stack, marks[0]) if marks else stack
         marks = marks if self.plan is None else [ledger.number(self.plan, i)]
-        lines = (source_of(e) for e in (*(ledger.equation(mark) for mark in marks), eqn))
+        lines = [_source(e.source_info.traceback) for e in (*(ledger.equation(mark) for mark in marks), eqn)]
+        lines = [line for line in lines if line is not None]
+        users = [line for line in (*lines, self.source) if line is not None and _is_the_users(line.file)]
         return self._replace(
             scopes=self.scopes + scopes(stack),
             mark=marks[0] if marks else self.mark,
-            source=next((line for line in lines if line is not None), self.source),
+            source=next(iter((*users, *lines)), self.source),
             plan=None,
         )
 
@@ -79,7 +82,7 @@ def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Where JAX and we are; and where other libraries are."""
     ours = Path(__file__).parent, Path(jax.__file__).parent
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    return tuple(map(str, ours)), tuple(libraries)
+    return tuple(f"{folder}{os.sep}" for folder in ours), tuple(f"{folder}{os.sep}" for folder in libraries)
 
 
 @functools.cache
@@ -92,12 +95,8 @@ def _is_the_users(file: str) -> bool:
     return _is_not_ours(file) and not file.startswith(_folders()[1])
 
 
-def source_of(eqn: Any) -> Source | None:
-    """The line of the user's that an equation comes from: the innermost that is in no library, if there is one."""
-    return _source(eqn.source_info.traceback)
-
-
 @functools.lru_cache(2**14)
 def _source(traceback: Any) -> Source | None:
+    """The line of the user's that is in a traceback: the innermost that is in no library, if there is one."""
     found = first_frame(traceback, _is_the_users) or first_frame(traceback, _is_not_ours)
     return None if found is None else Source(*found)

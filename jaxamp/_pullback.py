@@ -16,8 +16,8 @@ from ._standing import float_dtype
 class Pullback(NamedTuple):
     """A function cut in two for reverse mode.
 
-    `forward` gives the results, and what is kept; `jaxpr` goes from what is kept, and cotangents of those results that
-    are floats, to the cotangents of operands.
+    `forward` gives the results, and what is kept; `jaxpr` goes from what is kept, and the cotangent of the first result
+    that is a float, to the cotangents of operands. Other results are aux, as in `jax.grad(..., has_aux=True)`.
     """
 
     forward: Jaxpr
@@ -26,15 +26,15 @@ class Pullback(NamedTuple):
     results: int  # how many come before what is kept
 
     def seeds(self, outs: Sequence[Any], scale: float) -> list[Any]:
-        """The cotangents of results that start a backward pass: `scale` for the first that is a float, else zero."""
+        """The cotangent that a backward pass starts with, in a list."""
         floats = [x for x in outs if float_dtype(jax.typeof(x)) is not None]
-        return [jnp.full_like(x, 0 if i else as_cotangent(jnp.float32(scale), x.dtype)) for i, x in enumerate(floats)]
+        return [jnp.full_like(x, as_cotangent(jnp.float32(scale), x.dtype)) for x in floats[:1]]
 
 
 def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
     """Differentiate a closed jaxpr by some of its operands. Nothing is computed."""
     avals = [v.aval for v in open_jaxpr(jaxpr).invars]
-    results = [i for i, v in enumerate(open_jaxpr(jaxpr).outvars) if float_dtype(v.aval) is not None]
+    results = [i for i, v in enumerate(open_jaxpr(jaxpr).outvars) if float_dtype(v.aval) is not None][:1]
     trees: list[Any] = []
 
     def function(*operands: Any) -> tuple[list[Any], list[Any]]:

@@ -53,9 +53,9 @@ class AmpReport:
 
     @functools.cached_property
     def low_share(self) -> float:
-        """The share of the matmuls' FLOPs that run in the compute dtype; 1 if there are none."""
-        total = sum(self.matmul_flops.values())
-        return self.matmul_flops.get(self.compute_dtype, 0) / total if total else 1.0
+        """The share in the compute dtype of the FLOPs of matmuls in it or in float32; 1 if there are none."""
+        low, wide = (self.matmul_flops.get(dtype, 0) for dtype in (self.compute_dtype, "float32"))
+        return low / (low + wide) if self.compute_dtype != "float32" and low + wide else 1.0
 
     @functools.cached_property
     def casts(self) -> tuple[Row, ...]:
@@ -82,8 +82,8 @@ class AmpReport:
 
     @functools.cached_property
     def wide_matmuls(self) -> tuple[Row, ...]:
-        """Matmuls that do not run in the compute dtype, the largest first."""
-        wide = (row for row in self.matmuls if row.multiplied != self.compute_dtype)
+        """Matmuls left in float32, the largest first. Those of integers or float64 are no business of `amp`."""
+        wide = (row for row in self.matmuls if row.multiplied == "float32" != self.compute_dtype)
         return tuple(sorted(wide, key=lambda row: -row.flops))
 
     @functools.cached_property

@@ -91,7 +91,7 @@ def lines_of(report: Any) -> list[Line]:
 
 def totals_of(report: Any) -> Iterator[tuple[str, str]]:
     total = sum(report.matmul_flops.values())
-    shares = ", ".join(f"{100 * flops / total:.1f} % {dtype}" for dtype, flops in report.matmul_flops.items())
+    shares = ", ".join(f"{100 * flops / (total or 1):.1f} % {dtype}" for dtype, flops in report.matmul_flops.items())
     yield "matmul FLOPs", f"{si(total)}: {shares}" if total else "none"
     yield "casts", f"{report.cast_count}, {si(report.cast_bytes)}B if none is fused"
     if report.kept is not None:

@@ -5,6 +5,7 @@ made it (`Ledger`), and so its reason.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ._compat import Jaxpr, open_jaxpr
 from ._cost import Dims, base_name, bytes_of, dims_of, flops_of, is_matmul
 from ._higher_order import describe
 from ._interpreter import Ledger
-from ._judge import name_of_rule
+from ._judge import How, name_of_rule
 from ._place import Place, Source
 from ._standing import float_dtype
 
@@ -59,9 +60,16 @@ def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
         if entry is None:
             yield _row(eqn, ledger, here)
             continue
-        here = here._replace(times=here.times * eqn.params.get("length", 1))
+        here = here._replace(times=here.times * _times(eqn))
         for body in entry.bodies:
             yield from rows_of(body.jaxpr, ledger, here.inside(body.jaxpr, ledger))
+
+
+def _times(eqn: Any) -> int:
+    """How often the body of an equation is run: in each round of a scan, on each device of a `shard_map`."""
+    if eqn.primitive.name == "shard_map":
+        return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return eqn.params.get("length", 1)
 
 
 def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
@@ -71,13 +79,16 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
         origin, step = place.step(ledger)
         rule = name_of_rule(step.rule)
         if place.phase == "backward":
-            written, reason = _as_if_written(run, origin), f"derivative of {origin.primitive.name}: {step.reason}"
+            why = "JAX's own rule" if step.how is How.ENTER else step.reason
+            written, reason = _as_if_written(run, origin), f"derivative of {origin.primitive.name}: {why}"
+            if name == "convert_element_type" == origin.primitive.name and _is_way_back(origin, run):
+                written = run  # of the user's cast
         elif origin.primitive.name == name:
             written, reason = _dtypes(origin), step.reason
             kind = "not entered" if reason.startswith("not entered") else kind
         else:
             reason = f"added for {origin.primitive.name}: {step.reason}"
-    if name == "convert_element_type" and (place.phase == "backward" or written != run) and _between_floats(eqn):
+    if name == "convert_element_type" and written != run and _between_floats(eqn):
         kind = "cast"
     return Row(
         place.phase,
@@ -117,6 +128,11 @@ def _as_if_written(run: Dtypes, origin: Any) -> Dtypes:
         return tuple(wide if wide and name in _LOW else name for name in names)
 
     return Dtypes(widened(run.operands), widened(run.results))
+
+
+def _is_way_back(origin: Any, run: Dtypes) -> bool:
+    there = _dtypes(origin)
+    return (run.operands, run.results) == (there.results, there.operands)
 
 
 _LOW = frozenset({"float16", "bfloat16"})

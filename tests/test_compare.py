@@ -103,6 +103,47 @@ def test_a_scaler_saves_gradients_from_underflow():
     assert scaled.gradients[0].error.relative < 1e-2
 
 
+def test_a_square_matmul_of_a_mapped_layer_is_not_taken_for_its_transpose():
+    def mapped(w, x):
+        hidden = jax.vmap(lambda row: w @ row)(x)
+        return jax.vmap(lambda row: w @ row)(jnp.maximum(hidden, 0))
+
+    found = compare(mapped, backward=False)(PARAMS["up"], jnp.concatenate([X, -X]))
+    assert max(row.error.relative for row in found.operations) < 1e-2
+
+
+def test_equal_infinities_are_no_error():
+    mask = jnp.where(jnp.tril(jnp.ones((8, 8))) > 0, 0.0, -jnp.inf)
+    assert_amp_close(lambda w: jax.nn.log_softmax(w @ w + mask), (PARAMS["up"],), backward=False)
+    assert error_of(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])).relative == 0
+    assert error_of(np.array([np.nan, 1.0]), np.array([1.0, 1.0])).relative == float("inf")
+
+
+def test_results_beside_the_first_are_not_differentiated():
+    def with_norm(params, x):
+        return loss(params, x), jnp.sqrt(jnp.sum((x - x) ** 2) * jnp.sum(params["up"]) * 0)
+
+    assert_amp_close(with_norm, (PARAMS, X), rtol=0.05)
+
+
+def test_operations_without_results():
+    def told(params, x):
+        jax.debug.callback(lambda: None)
+        return loss(params, x)
+
+    assert compare(told)(PARAMS, X).operations
+
+
+def test_a_function_that_names_float32_has_a_float32_reference():
+    def named(w, x):
+        return jnp.sum(lax.scan(lambda c, _: ((c @ w).astype(jnp.float32), None), x, None, length=2)[0])
+
+    with jax.enable_x64(True):
+        found = compare(named)(PARAMS["up"], X)
+    assert found.reference == "float32"
+    assert found.notes[0].startswith("no float64 reference: TypeError")
+
+
 def test_loops_and_modules():
     class Net(eqx.Module):
         weight: jax.Array
@@ -138,7 +179,7 @@ def test_text_and_dictionary():
     assert text.startswith("loss in bfloat16 against float32\n")
     assert "second: exp" in text or "second: dot_general" in text
     assert all(len(line) <= 100 for line in text.splitlines())
-    read = json.loads(json.dumps(found.to_dict()))
+    read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert len(read["operations"]) == len(found.operations)
     assert read["gradients"][0]["error"]["snr_db"] == pytest.approx(found.gradients[0].error.snr_db)
 
@@ -164,5 +205,7 @@ def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch):
 def test_bad_input():
     with pytest.raises(TypeError, match="compare got 3, of type int; expected a function"):
         compare(3)
+    with pytest.raises(TypeError, match="compare got a shape or a traced value; expected arrays"):
+        jax.jit(compare(loss))(PARAMS, X)
     with pytest.raises(TypeError, match="DynamicScalerState"):
         compare(loss)(PARAMS, X, dynamic_scaler_state=3.0)

@@ -161,6 +161,50 @@ def test_the_scale_of_a_scaler_is_told_from_what_is_there_without():
     assert "a smaller scale won't help" in str(report)
 
 
+def test_what_overflows_elsewhere_at_scale_one_is_told_too():
+    large, half = jnp.full((8, 8), 6e4), jnp.full((8, 8), 0.5)
+
+    def loss(w, x):
+        y = x @ w
+        with jax.named_scope("middle"):
+            z = y @ large
+        with jax.named_scope("end"):
+            return jnp.sum(z @ half)
+
+    report = find_overflow(loss)(1e-4 * W, 1e-4 * X, dynamic_scaler_state=jaxamp.DynamicScalerState())
+    assert {event.scope: event.at_scale_one for event in report.events}["middle"] is True
+
+
+def test_the_round_of_a_loop_may_differ_between_scales():
+    def loss(w, x, factors):
+        return jnp.sum(lax.scan(lambda c, f: ((c @ w) * f, None), x, factors)[0])
+
+    factors = jnp.array([1.0, 1.0, 9000.0, 9000.0, 1.0])
+    state = jaxamp.DynamicScalerState()
+    report = find_overflow(loss)(W, 1e-6 * X, factors, dynamic_scaler_state=state)
+    assert {event.at_scale_one for event in report.events if event.phase == "backward"} == {True}
+
+
+def test_an_overflow_beside_infinities_of_a_mask():
+    mask = jnp.where(jnp.tril(jnp.ones((4, 4))) > 0, 0.0, -jnp.inf)
+
+    def loss(w, q):
+        scores = q @ q.T
+        with jax.named_scope("bad"):
+            scores = (scores + mask) * w
+        return jnp.sum(jnp.tanh(scores @ q))
+
+    event = find_overflow(loss)(jnp.full((4, 4), 300.0), jnp.full((4, 4), 10.0)).first
+    assert (event.kind, event.scope, event.primitive) == ("overflow", "bad", "mul")
+
+
+def test_a_peaked_softmax_is_healthy():
+    def loss(w, x):
+        return jnp.sum(jax.nn.softmax(30 * (x @ w)) @ w)
+
+    assert not find_overflow(loss)(W * jnp.arange(8.0), X)
+
+
 def test_gradients_that_are_flushed_to_zero():
     def loss(w, x):
         return 1e-9 * jnp.sum(jnp.tanh(x @ w) @ w)
@@ -184,9 +228,11 @@ def test_zeros_that_are_zeros_in_float32_too_are_no_underflow():
 def test_several_results_the_first_is_differentiated():
     def loss(w, x):
         y = x @ w
-        return jnp.sum(y), {"count": jnp.arange(3), "aux": y * 2}
+        return jnp.sum(y), {"count": jnp.arange(3), "norm": jnp.sqrt(jnp.sum((w - w) ** 2))}
 
-    assert not find_overflow(loss)(W, X)
+    report = find_overflow(loss)(W, X)  # the norm has no finite derivative, and none is asked for
+    assert report.finite
+    assert not [event for event in report.events if event.phase == "backward"]
 
 
 def test_the_report_as_a_dictionary():
@@ -200,6 +246,8 @@ def test_the_report_as_a_dictionary():
 def test_bad_input():
     with pytest.raises(TypeError, match="find_overflow got 3, of type int; expected a function"):
         find_overflow(3)
+    with pytest.raises(TypeError, match="find_overflow got a shape or a traced value; expected arrays"):
+        find_overflow(exp_of_100)(jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
     with pytest.raises(TypeError, match="DynamicScalerState"):
         find_overflow(exp_of_100)(W, X, dynamic_scaler_state=2.0**15)
 

@@ -148,13 +148,13 @@ def test_casts_are_those_that_amp_adds():
             lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
             [(2, 3, 8, 8), (6, 3, 3, 3)],
             2 * (2 * 6 * 8 * 8) * 3 * 9,
-            (2 * 8 * 8, 6, 3),
+            (2 * 8 * 8, 6, 27),
         ),
         (
             lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=3),
             [(2, 3, 8, 8), (6, 1, 3, 3)],
             2 * (2 * 6 * 8 * 8) * 9,
-            (2 * 8 * 8, 2, 1),
+            (2 * 8 * 8, 2, 9),
         ),
         (lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 2])), [(4, 8), (2, 8, 16)], 2 * 4 * 8 * 16, (4, 16, 8)),
     ],
@@ -164,6 +164,55 @@ def test_flops_and_dimensions_of_matmuls(fn, shapes, flops, dims):
     (eqn,) = [eqn for eqn in jaxpr.jaxpr.eqns if dims_of(eqn) is not None]
     assert flops_of(eqn) == flops
     assert tuple(dims_of(eqn)) == dims
+
+
+def test_a_strided_convolution_costs_the_same_both_ways():
+    def loss(x, w):
+        return jnp.sum(lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+
+    report = amp_report(loss)(shape(2, 16, 16, 8), shape(3, 3, 8, 16))
+    assert {row.phase: row.flops for row in report.matmuls} == {"forward": 294912, "backward": 294912}
+
+
+def test_a_shard_map_counts_by_its_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    fn = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
+    (row,) = amp_report(fn, backward=False)(shape(16, 8), shape(8, 8)).matmuls
+    assert row.flops == 2 * 16 * 8 * 8
+
+
+def test_integers_are_no_business_of_a_report():
+    def loss(w, x, i):
+        return jnp.sum(x @ w) + jnp.sum(i @ i.T).astype(F32)
+
+    report = amp_report(loss, compute_dtype=jnp.bfloat16)(W, X, jnp.ones((8, 8), jnp.int32))
+    assert report.wide_matmuls == ()
+    assert report.low_share == 1.0
+    assert "int32" in report.matmul_flops
+    report.check()
+
+
+def test_aux_is_not_differentiated():
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(h), {"logits": (h @ w) @ w}
+
+    report = amp_report(loss)(W, X)
+    assert len([row for row in report.matmuls if row.phase == "backward"]) == 1
+
+
+def test_a_cast_of_the_users_is_theirs_backwards_too():
+    def loss(w, x):
+        return jnp.sum((x @ w).astype(jnp.bfloat16)).astype(F32)
+
+    assert amp_report(loss, compute_dtype=F32)(W, X).casts == ()
+
+
+def test_matmuls_of_nothing():
+    report = amp_report(lambda w, x: jnp.sum(x @ w))(W, X[:0])
+    assert "matmul FLOPs                none" in report.text()
+    assert report._repr_html_()
 
 
 def test_flops_of_attention_forwards_and_backwards():
@@ -185,6 +234,14 @@ def test_matmuls_that_waste_tensor_cores():
     } & {tuple(row.dims) for row in report.matmuls}
     assert all(row.scope == "head" for row in report.wasteful_matmuls)
     assert "Matmuls with a dimension that is no multiple of 8" in report.text()
+
+
+def test_a_file_beside_the_package_is_the_users():
+    from jaxamp import _place
+
+    assert _place._is_the_users(str(_place.Path(_place.__file__).parent) + "_train.py")
+    assert not _place._is_the_users(_place.__file__)
+    assert not _place._is_the_users(jnp.__file__)
 
 
 # -- totals
@@ -333,6 +390,7 @@ ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
   %dot.1 = bf16[8,8]{1,0} dot(%a, %c), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(block)/dot_general"}
   %d = f32[8,8]{1,0} convert(%a)
   %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
+  %h = bf16[8,8] dot(%a, %c), metadata={op_name="jit(f)/jvp(jit(g))/eval_jaxpr/block/attention/dot"}
   %g = (f32[8,8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/block/dot"}
   ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
 }
@@ -343,6 +401,7 @@ def test_the_matmuls_of_a_compiled_program():
     assert compiled_matmuls(HLO) == [
         ("dot", ("bfloat16", "bfloat16"), "block"),
         ("dot", ("float32", "float32"), "head/mlp"),
+        ("dot", ("bfloat16", "bfloat16"), "block/attention"),
         ("__cublas$gemm", ("bfloat16", "bfloat16"), "block"),
     ]
 
