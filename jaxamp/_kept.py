@@ -27,9 +27,9 @@ def bytes_kept(
 ) -> Callable[..., BytesKept]:
     """The bytes that `fn` keeps for the backward pass and those that `amp(fn)` keeps, as a function of its arguments.
 
-    Derivatives are taken by the floating-point arrays of the first argument. The figure is JAX's: XLA computes some of
-    what is kept outside of loops again, and holds other things besides. Nothing is computed; `jax.ShapeDtypeStruct`s do
-    for arrays.
+    The first result that is a float is differentiated, by the floating-point arrays of the first argument. The figure
+    is JAX's: XLA computes some of what is kept outside of loops again, and holds other things besides. Nothing is
+    computed; `jax.ShapeDtypeStruct`s do for arrays.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
