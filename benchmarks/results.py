@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 from ._pictures import save_growth, save_steps
 from ._report import markdown
 
-QUESTIONS = (
-    "train_step",
-    "memory",
-    "growth",
-    "matmul",
-    "compile_time",
-    "scaler",
-    "optimizer",
-)  # in the order of RESULTS.md
+# In the order of RESULTS.md.
+QUESTIONS = "train_step", "memory", "growth", "matmul", "compile_time", "scaler", "optimizer", "report"
 TABLES = {  # what a table has in common, and what it is called
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
     "memory": (("network", "layers"), "{network}, layers {layers}"),

@@ -8,7 +8,7 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar, get_args, overload
 
 import jax
@@ -18,7 +18,7 @@ from jax import lax
 from jax import tree_util as jtu
 
 from ._compat import EARLY_INLINE, current_name_stack, open_jaxpr, scopes, under_jit
-from ._interpreter import Interpreter, Where
+from ._interpreter import Interpreter, Ledger, Where
 from ._judge import Judge
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy, presets
@@ -106,10 +106,17 @@ def _split(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], tuple
     return arrays, tuple(_ARRAY if is_array(x) else x for x in leaves), structure
 
 
-def _split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, list[Any]]:
+def split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Call, list[Any]]:
     """`fn` is split too: an Equinox module or a `jax.tree_util.Partial` is a function with arrays in it."""
     arrays, static, tree = _split((fn, args, kwargs), _is_argument)
     return _Call(tree, static, tuple(map(_kind, static)), scopes(current_name_stack())), arrays
+
+
+def floats_of_first(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
+    """Where the floats of the first argument are among the arrays of a call; those of `fn` come first."""
+    before = sum(map(_is_argument, jtu.tree_leaves(fn)))
+    first = [x for x in jtu.tree_leaves(args[:1]) if _is_argument(x)]
+    return [before + i for i, x in enumerate(first) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 def _kind(x: Any) -> Any:
@@ -162,29 +169,30 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
 
 
 def _restore(x: Any, aval: Any) -> Any:
-    """A result in the dtype, and with the weak type, that the user's function gives it."""
+    """A result in the dtype, and with the weak type, of `aval`."""
     dtype = float_dtype(aval)
     if dtype is None or x.dtype == dtype:
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=aval.weak_type, sharding=None)
 
 
-def _run(keep: Keep, planner: Planner, plan: Plan, arrays: Any) -> list[Any]:
+def run_plan(keep: Keep, planner: Planner, plan: Plan, arrays: Any, ledger: Ledger | None = None) -> list[Any]:
+    """Run a planned call. Its results have the dtypes, and the weak types, that the user's function gives them."""
     whole = keep == "matmuls" and may_keep_little(plan.jaxpr)
     outside = Where.IN_CHECKPOINT if whole or keep == "all" else Where.OUTSIDE
-    interpreter = Interpreter(planner, keep, outside)
+    interpreter = Interpreter(planner, keep, outside, ledger=ledger)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(plan, arrays)
 
-    return (keeping_little(run, in_loop=False) if whole else run)(*arrays)
+    outs = (keeping_little(run, in_loop=False) if whole else run)(*arrays)
+    return [_restore(x, v.aval) for x, v in zip(outs, open_jaxpr(plan.jaxpr).outvars, strict=True)]
 
 
 def _flat(options: Options, call: _Call) -> Callable[..., tuple[list[Any], _Rest]]:
     def flat(*arrays: Any) -> tuple[list[Any], _Rest]:
         plan, planner, rest = plan_call(options, call, arrays)
-        outs = _run(options.keep, planner, plan, arrays)
-        return [_restore(x, v.aval) for x, v in zip(outs, open_jaxpr(plan.jaxpr).outvars, strict=True)], rest
+        return run_plan(options.keep, planner, plan, arrays), rest
 
     return flat
 
@@ -265,7 +273,7 @@ def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def amp_fn(*args: Any, **kwargs: Any) -> Any:
-        call, arrays = _split_call(fn, args, kwargs)
+        call, arrays = split_call(fn, args, kwargs)
         if under_jit():  # the trace around us owns the cache
             outs, rest = _flat(options, call)(*arrays)
         else:
@@ -324,18 +332,27 @@ def unmatched_keys(
     options = check_options(compute_dtype, amp_policy)
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:
-        call, arrays = _split_call(fn, args, kwargs)
+        call, arrays = split_call(fn, args, kwargs)
         plan, _, _ = plan_call(options, call, arrays)
-        found, ours = _keys_of(plan), [load_policy(name) for name in presets()]
-        return [
-            key
-            for key, rule in options.policy.items()
-            if key not in found and not any(preset.get(key) == rule for preset in ours)
-        ]
+        return unmatched(options, [plan])
 
     return keys
 
 
-def _keys_of(plan: Plan) -> set[Key]:
-    keys = {step.key for step in plan.steps}
-    return keys.union(*(_keys_of(body) for step in plan.steps for body in step.bodies))
+def unmatched(options: Options, plans: Iterable[Plan]) -> list[Key]:
+    """The keys of a policy, but for those of presets, that no step of some plans was found under."""
+    found: set[Key] = set()
+    seen: set[int] = set()
+    waiting = list(plans)
+    while waiting:
+        plan = waiting.pop()
+        if id(plan) not in seen:  # a function that is called often has one plan
+            seen.add(id(plan))
+            found.update(step.key for step in plan.steps)
+            waiting += (body for step in plan.steps for body in step.bodies)
+    ours = [load_policy(name) for name in presets()]
+    return [
+        key
+        for key, rule in options.policy.items()
+        if key not in found and not any(preset.get(key) == rule for preset in ours)
+    ]

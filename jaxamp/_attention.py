@@ -89,7 +89,8 @@ def dot_product_attention(
         "local_window_size": local_window_size,
     }
     # What is wrong with the arguments is said by the function that they are written for.
-    jax.eval_shape(functools.partial(jax.nn.dot_product_attention, **static), query, key, value, **given)
+    checked = _promoting(functools.partial(jax.nn.dot_product_attention, **static))
+    jax.eval_shape(checked, query, key, value, **given)
     shape, operands = query.shape, [_with_batch(x, name) for name, x in zip("qkv", (query, key, value), strict=True)]
     out, lse = FORWARD.bind(
         *operands,
@@ -240,12 +241,8 @@ def _halves(
     if not low or implementation == "xla":
         return None
     try:
-        if static["local_window_size"] is not None and not static["is_causal"]:
-            raise _CannotFuse("it has no window without a causal mask")
-        if not _has_tensor_cores():
-            raise _CannotFuse("it needs a GPU of compute capability 8.0")
-        return _split(given, static, bias_moves, primals)
-    except (_CannotFuse, NotImplementedError, RuntimeError, ValueError) as error:
+        return _fuse(primals, given, static, bias_moves)
+    except _REFUSALS as error:
         if implementation == "cudnn":
             raise NotImplementedError(
                 f"implementation='cudnn' of jaxamp.dot_product_attention: {error}. Expected operands that cuDNN's "
@@ -254,13 +251,41 @@ def _halves(
         return None
 
 
+_REFUSALS = (_CannotFuse, NotImplementedError, RuntimeError, ValueError)
+
+
+def _fuse(primals: Sequence[Any], given: Sequence[str], static: dict[str, Any], bias_moves: bool) -> Any:
+    """`_split`, or one of `_REFUSALS`."""
+    if static["local_window_size"] is not None and not static["is_causal"]:
+        raise _CannotFuse("it has no window without a causal mask")
+    if not _has_tensor_cores():
+        raise _CannotFuse("it needs a GPU of compute capability 8.0")
+    return _split(given, static, bias_moves, primals)
+
+
+def fused_here() -> tuple[bool, str]:
+    """Whether an ordinary call of `dot_product_attention` that runs low is the fused one here, and why."""
+    if not _gpus():
+        return False, "there is no NVIDIA GPU: attention is the plain one"
+    operand = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    static = {"scale": None, "is_causal": True, "local_window_size": None, "precision": None}
+    try:
+        _promoting(_fuse)([operand] * 3, (), static, bias_moves=False)
+    except _REFUSALS as error:
+        return False, str(error)
+    return True, "attention is cuDNN's where it runs low"
+
+
+def _gpus() -> list[Any]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
 def _has_tensor_cores() -> bool:
     """Whether the GPUs here have what the kernel needs; without one the program is for another machine."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return True
-    return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in devices)
+    return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in _gpus())
 
 
 @_promoting

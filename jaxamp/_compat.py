@@ -3,14 +3,16 @@
 Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim says for which version it is there.
 """
 
+import contextlib
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 from jax.extend import source_info_util
+from jax.interpreters.partial_eval import DynamicJaxprTracer, JaxprTracer
 
 Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
 Literal = jec.Literal
@@ -27,6 +29,8 @@ EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 # `jax.checkpoint` adds these as if a user had opened them.
 _OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
+# Scopes of ours: `mark` opens one for an equation, and its derivatives carry it on.
+_MARK = "jaxamp:"
 
 # Primitives that some supported JAX has and another has not: a policy table may name them on either.
 NOT_EVERYWHERE = frozenset(
@@ -35,11 +39,54 @@ NOT_EVERYWHERE = frozenset(
 )
 
 
+@contextlib.contextmanager
+def own_lines() -> Iterator[None]:
+    """Give equations the lines that they are traced at, and not that of the equation around."""
+    from jax._src import source_info_util as private
+
+    around = private._source_info_context.context
+    private._source_info_context.context = source_info_util.SourceInfo(None, around.name_stack)
+    try:
+        yield
+    finally:
+        private._source_info_context.context = around
+
+
 def scopes(name_stack: Any) -> tuple[str, ...]:
     """The user's named scopes in a name stack, outermost first, without what transforms add."""
     return tuple(
-        entry.name for entry in name_stack.stack if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES
+        entry.name
+        for entry in name_stack.stack
+        if isinstance(entry, _Scope) and entry.name not in _OWN_SCOPES and not entry.name.startswith(_MARK)
     )
+
+
+def marked(name_stack: Any, number: int) -> Any:
+    """A name stack with a number at its end, for `marks_of`."""
+    return name_stack.extend(f"{_MARK}{number}")
+
+
+def marks_of(name_stack: Any) -> list[int]:
+    """The numbers in a name stack, the last first."""
+    return [
+        int(entry.name.removeprefix(_MARK))
+        for entry in reversed(name_stack.stack)
+        if isinstance(entry, _Scope) and entry.name.startswith(_MARK)
+    ]
+
+
+def up_to_mark(name_stack: Any, number: int) -> Any:
+    """A name stack up to the first place where a number is. What JAX puts behind it may say all of it again."""
+    names = [getattr(entry, "name", None) for entry in name_stack.stack]
+    return name_stack[: names.index(f"{_MARK}{number}")]
+
+
+def first_frame(traceback: Any, wanted: Callable[[str], bool]) -> tuple[str, int, str] | None:
+    """The innermost frame of an equation's traceback whose file is wanted: file, line, function."""
+    for code, at in zip(*traceback.raw_frames(), strict=True) if traceback is not None else ():
+        if wanted(code.co_filename):
+            return code.co_filename, traceback.code_addr2line(code, at), code.co_name
+    return None
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
@@ -85,6 +132,11 @@ def primitives() -> dict[str, Primitive]:
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]
+
+
+def is_transformed(x: Any) -> bool:
+    """Whether a value is of a transform that runs equation by equation, such as `grad` or `vmap`, and of no jaxpr."""
+    return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer | JaxprTracer)
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

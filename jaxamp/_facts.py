@@ -88,3 +88,6 @@ REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 # One pass over operands that are read anyway: sooner computed again than kept for the backward pass. Reductions of many
 # entries are not: `_residuals`.
 CHEAP = ELEMENTWISE | REDUCES | frozenset("concatenate iota pad rev slice split transpose".split())
+
+# Parameters are shapes, axes, dtypes and shardings: no jaxpr and nothing of the user's, so that a cache may hold them.
+PLAIN = CHEAP | COMPARES | MATMULS | frozenset(f"mixed_{name}" for name in MATMULS)

@@ -18,7 +18,20 @@ import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
-from ._compat import Jaxpr, Primitive, open_jaxpr, primitives, scan_counts, without_consts
+from ._bind import bind_primitive
+from ._compat import (
+    Jaxpr,
+    Literal,
+    Primitive,
+    consts_of,
+    current_name_stack,
+    open_jaxpr,
+    own_lines,
+    primitives,
+    scan_counts,
+    user_context,
+    without_consts,
+)
 from ._residuals import Keep, keeping_little, may_keep_little
 from ._rules import cast
 from ._standing import EXACT, LOW, Value
@@ -69,8 +82,23 @@ Run = Callable[[Rewriter, Any, Any, list[Any]], Sequence[Any]]
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind an equation's primitive to other operands and parameters."""
-    out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
+    out = bind_primitive(eqn.primitive, *operands, **eqn.primitive.get_bind_params({**eqn.params, **changed}))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+    """What `jax.extend.core.jaxpr_as_fun` does, sooner under a transform."""
+    body, outer = open_jaxpr(jaxpr), current_name_stack()
+    env = dict(zip((*body.constvars, *body.invars), (*consts_of(jaxpr), *operands), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in body.eqns:
+        info = eqn.source_info
+        with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
+            env.update(zip(eqn.outvars, bind(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in body.outvars]
 
 
 # -- describing
@@ -177,7 +205,8 @@ def _run_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
             return jax.jvp(along(_as_written(eqn), xs, moving), [xs[i] for i in moving], ts)
 
         avals = [v.aval for v in eqn.invars]
-        traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in moving])
+        with own_lines():
+            traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in moving])
         inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in moving)], plan.path)
         out = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in moving)])
         return _cast_all(out[:results], plan.outs), _cast_all(out[results:], plan.outs)
@@ -203,14 +232,16 @@ def _run_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]
         def pullback(*xs: Any) -> Any:
             return jax.vjp(along(_as_written(eqn), xs, moving), *(xs[i] for i in moving))
 
-        traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
+        with own_lines():
+            traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
         # The backward rule is traced here, where the axes that its collectives name are bound.
         tree, cotangents = jtu.tree_structure(shapes[1]), [v.aval.to_tangent_aval() for v in eqn.outvars]
-        back = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(tree, leaves)(cts))(
-            traced.out_avals[results:], cotangents
-        )
+        with own_lines():
+            back = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(tree, leaves)(cts))(
+                traced.out_avals[results:], cotangents
+            )
         incoming = [Value(LOW if o.standing is LOW else EXACT, o.dtype) for o in plan.outs]
         back_plan = rewriter.plan(back, [*inside.outs[results:], *incoming], plan.path)
         return _cast_all(out[:results], plan.outs), jtu.Partial(_Saved(moving, back_plan), *out[results:])
@@ -300,6 +331,11 @@ def _builtin() -> dict[Primitive, HigherOrder]:
 
 def _rule_of(primitive: Primitive) -> HigherOrder | None:
     return _REGISTERED.get(primitive) or _builtin().get(primitive)
+
+
+def is_higher_order(primitive: Primitive) -> bool:
+    """Whether a primitive carries a jaxpr that is entered."""
+    return _rule_of(primitive) is not None
 
 
 def describe(eqn: Any) -> Entry | None:

@@ -5,8 +5,9 @@ equation context; one cast is made per value and dtype. Two parts of a plan are 
 is an environment of its own, and a softmax (`_softmax`) is one function, under the name stack of its last equation.
 """
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from . import _higher_order
-from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, open_jaxpr, user_context
+from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, marked, open_jaxpr, user_context
 from ._facts import SPREADS, SUMS
 from ._higher_order import bind
 from ._islands import Island, find_islands
@@ -109,13 +110,40 @@ class Where(enum.Enum):
     IN_ISLAND = "in an island"
 
 
+class Ledger:
+    """Numbers for the steps that are run, by which a report finds the step behind an equation of the result."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Plan, int]] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def number(self, plan: Plan, i: int) -> int:
+        if (id(plan), i) not in self._numbers:
+            self._numbers[id(plan), i] = len(self.steps)
+            self.steps.append((plan, i))
+        return self._numbers[id(plan), i]
+
+    def equation(self, number: int) -> Any:
+        """The equation of the user's that a number stands for."""
+        plan, i = self.steps[number]
+        return open_jaxpr(plan.jaxpr).eqns[i]
+
+
 class Interpreter:
     """Runs plans. The rewriter that higher-order rules are given."""
 
-    def __init__(self, planner: Planner, keep: Keep, where: Where, traced: dict[Any, Any] | None = None):
+    def __init__(
+        self,
+        planner: Planner,
+        keep: Keep,
+        where: Where,
+        traced: dict[Any, Any] | None = None,
+        ledger: Ledger | None = None,
+    ):
         self.keep = keep
         self._planner = planner
         self._where = where
+        self._ledger = ledger
         self._narrows = planner.compute_dtype.itemsize < 4  # or else nothing is low
         self._traced: dict[Any, tuple[Plan, Jaxpr]] = {} if traced is None else traced
 
@@ -148,27 +176,35 @@ class Interpreter:
 
     def _run_softmax(self, plan: Plan, found: Softmax, env: _Env) -> None:
         last = found.steps[-1]
-        eqn = open_jaxpr(plan.jaxpr).eqns[last]
-        info = eqn.source_info
-        with user_context(info.traceback, name_stack=current_name_stack() + info.name_stack), eqn.ctx.manager:
+        with self._context(plan, last, current_name_stack()):
             x, in_checkpoint = env.read(found.operand, np.dtype(np.float32)), self._where is not Where.OUTSIDE
             y = low_softmax(x, found.axes, self._planner.compute_dtype, in_checkpoint)
         env.write(found.result, y, plan.steps[last].outs[0])
 
     def _run_all(self, plan: Plan, steps: range, env: _Env) -> None:
         outer = current_name_stack()
-        for eqn, step in ((open_jaxpr(plan.jaxpr).eqns[i], plan.steps[i]) for i in steps):
+        for i in steps:
+            eqn, step = open_jaxpr(plan.jaxpr).eqns[i], plan.steps[i]
             if step.how is How.CONSTANT and plan.touched:
                 env.postpone(eqn)
                 continue
-            info = eqn.source_info
-            with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
+            with self._context(plan, i, outer):
                 outs = self._run(eqn, step, env, plan.touched and self._narrows)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
                     env.write(var, cast(x, value.dtype), value)
 
+    @contextlib.contextmanager
+    def _context(self, plan: Plan, i: int, outer: Any) -> Iterator[None]:
+        """The user's source line, name stack and equation context of a step."""
+        eqn = open_jaxpr(plan.jaxpr).eqns[i]
+        name_stack = outer + eqn.source_info.name_stack
+        if self._ledger is not None:
+            name_stack = marked(name_stack, self._ledger.number(plan, i))
+        with user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+            yield
+
     def _run_island(self, plan: Plan, island: Island, env: _Env) -> None:
-        interpreter = Interpreter(self._planner, self.keep, Where.IN_ISLAND, self._traced)
+        interpreter = self._at(Where.IN_ISLAND)
 
         def run(operands: list[Any]) -> list[Any]:
             inside = env.with_values(island.ins, operands)
@@ -249,10 +285,11 @@ class Interpreter:
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh(), self.keep, Where.IN_CHECKPOINT)
+        return Interpreter(self._planner.fresh(), self.keep, Where.IN_CHECKPOINT, ledger=self._ledger)
 
     def in_checkpoint(self) -> "Interpreter":
         """An interpreter for the inside of a checkpoint."""
-        if self._where is not Where.OUTSIDE:
-            return self
-        return Interpreter(self._planner, self.keep, Where.IN_CHECKPOINT, self._traced)
+        return self if self._where is not Where.OUTSIDE else self._at(Where.IN_CHECKPOINT)
+
+    def _at(self, where: Where) -> "Interpreter":
+        return Interpreter(self._planner, self.keep, where, self._traced, self._ledger)

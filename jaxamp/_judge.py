@@ -172,7 +172,8 @@ class Judge:
         if name in POSITIONS:
             return How.ORIGINAL, "made from positions", POSITION
         if found.rule is use_original_precision:
-            return How.ORIGINAL, _source(found), kept
+            unknown = found.key is None and name not in FIXED and any(map(self.may_lower, eqn.invars))
+            return How.ORIGINAL, f"not entered: {name}" if unknown else _source(found), kept
         if eqn.primitive in ATTENTION:
             return self._decide_attention(eqn, ins, found)
         if name in FIXED and not _rounds_nothing(eqn):
@@ -201,7 +202,14 @@ class Judge:
             return How.BUFFER, "follows the buffer", LOW if ins[0] is LOW else FREE if together is LOW else together
         if together is LOW:
             return How.FOLLOW, "follows a low operand", LOW
-        return How.ORIGINAL, _WHY_NOT_LOW[together], together
+        return How.ORIGINAL, self._why_not_low(eqn, ins, together), together
+
+    def _why_not_low(self, eqn: Any, ins: list[Standing], together: Standing) -> str:
+        literals = [v.val for v, s in zip(eqn.invars, ins, strict=True) if isinstance(v, Literal) and s is together]
+        if together in (EXACT, WIDE) and literals:
+            fate = "underflows in" if together is EXACT else "is beyond"
+            return f"literal {float(literals[0]):g} {fate} {self.compute_dtype.name}"
+        return _WHY_NOT_LOW[together]
 
     def _decide_cast(self, eqn: Any, operand: Standing) -> tuple[How, str, Standing]:
         """Casts that the user wrote, and the way from integers to floats."""
@@ -243,7 +251,9 @@ class Judge:
         if preferred is not None and not may_lower(np.dtype(preferred), self.compute_dtype):
             return "another result dtype as written"
         if any(s is not FREE and isinstance(v, Literal) for s, v in zip(ins, invars, strict=True)):
-            return "a constant is out of range"
+            return self._why_not_low(
+                eqn, ins, max(s for s, v in zip(ins, invars, strict=True) if isinstance(v, Literal))
+            )
         if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
             return "made from positions"
         if _asks_for_precision(params.get("precision")):
@@ -309,14 +319,14 @@ def apply_rule(rule: Rule, compute_dtype: np.dtype, eqn: Any, operands: Sequence
     made = rule(compute_dtype, dtypes, *operands, **params)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)):
         raise TypeError(
-            f"the rule {_name(rule)!r} returned {type(made).__name__} for {eqn.primitive}; expected a pair "
+            f"the rule {name_of_rule(rule)!r} returned {type(made).__name__} for {eqn.primitive}; expected a pair "
             "(invars, bind_params). Write `return invars, bind_params`."
         )
     invars, params = list(made[0]), made[1]
     if len(invars) != len(operands):
         raise TypeError(
-            f"the rule {_name(rule)!r} returned {len(invars)} operands for {eqn.primitive}; expected {len(operands)}, "
-            "one for each that it was given. Return the operands that it leaves alone as well."
+            f"the rule {name_of_rule(rule)!r} returned {len(invars)} operands for {eqn.primitive}; expected "
+            f"{len(operands)}, one for each that it was given. Return the operands that it leaves alone as well."
         )
     out = eqn.primitive.bind(*invars, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -327,8 +337,8 @@ _OUTER = "an outer product"
 _SMALL = 2**20  # entries of an array that are looked at while tracing
 _WHY_NOT_LOW = {
     FREE: "no low operand",
-    EXACT: "an operand must not be rounded",
-    WIDE: "a constant is out of range",
+    EXACT: "follows a float32 operand",
+    WIDE: "follows an operand out of range",
     POSITION: "made from positions",
 }
 
@@ -356,7 +366,7 @@ def _keeps_out(found: Found) -> bool:
     return _is_by_primitive(found) and (found.rule is use_original_precision or found.rule not in _KNOWN)
 
 
-def _name(rule: Rule) -> str:
+def name_of_rule(rule: Rule) -> str:
     return getattr(rule, "__name__", type(rule).__name__)
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, mlir
 
+from ._bind import bind_primitive
 from ._compat import Primitive, apply_primitive, batching_rules
 
 HELD = Primitive("held")
@@ -25,7 +26,7 @@ HELD = Primitive("held")
 
 def held(x: Any, dtype: np.dtype, ordered: bool) -> Any:
     """`x`, whose cotangent is rounded to `dtype` if it is not yet, and held so; `ordered`: in the order of its axes."""
-    return HELD.bind(x, here=False, dtype=dtype, ordered=ordered)
+    return bind_primitive(HELD, x, here=False, dtype=dtype, ordered=ordered)
 
 
 def round_and_hold(x: Any, dtype: np.dtype) -> Any:

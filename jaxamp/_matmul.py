@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
+from ._bind import bind_primitive
 from ._compat import Literal, Primitive, apply_primitive, batching_rules, consts_of, open_jaxpr
 from ._facts import MATMULS
 
@@ -45,10 +46,10 @@ def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], comp
         params = {**params, "preferred_element_type": compute_dtype}
     dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
     if all(dtype == compute_dtype for dtype in dtypes):
-        return base.bind(*operands, **params)
+        return bind_primitive(base, *operands, **params)
     if base.name not in _MIXED:
         _MIXED[base.name] = _define(base)
-    return _MIXED[base.name].bind(*operands, compute_dtype=compute_dtype, **params)
+    return bind_primitive(_MIXED[base.name], *operands, compute_dtype=compute_dtype, **params)
 
 
 def with_operands_swapped(params: dict[str, Any]) -> dict[str, Any]:

@@ -187,6 +187,7 @@ class Planner:
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         outs = tuple(read(v) for v in body.outvars)
+        _name_consumers(body, steps)
         _fold_transposes(body, steps, outs)
         touched = any(s.touched for s in steps) or any(
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
@@ -246,7 +247,7 @@ class Planner:
                 wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
                 held_wide = any(v.standing is LOW and v.dtype != self.compute_dtype for v in ins)
                 if wide and (held_wide or eqn.primitive.name not in MOVES):
-                    reason = "consumed only by float32 operations"
+                    reason = _CONSUMED
                     return written()
                 return low()
             case How.WIDEST:
@@ -321,6 +322,21 @@ class Planner:
             entry,
             tuple(plans),
         )
+
+
+_CONSUMED = "consumed only by "
+
+
+def _name_consumers(jaxpr: Jaxpr, steps: list[Step]) -> None:
+    """Say in the reason of what is only wanted wide by what."""
+    waiting = {v: i for i, step in enumerate(steps) if step.reason is _CONSUMED for v in jaxpr.eqns[i].outvars}
+    names: dict[int, dict[str, None]] = {i: {} for i in waiting.values()}
+    for eqn in jaxpr.eqns if waiting else ():
+        for v in eqn.invars:
+            if not isinstance(v, Literal) and v in waiting:
+                names[waiting[v]][eqn.primitive.name] = None
+    for i, found in names.items():
+        steps[i] = steps[i]._replace(reason=_CONSUMED + (", ".join(found) or "float32 results"))
 
 
 def _only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:

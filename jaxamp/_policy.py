@@ -55,9 +55,24 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A question after the word that was meant, to end an error with; nothing if none is near."""
     close = difflib.get_close_matches(word, list(words), 1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class Header(NamedTuple):
+    """What a table says of itself."""
+
+    description: str
+    extends: str | None
+
+
+def header(policy: str) -> Header:
+    """The header of a preset's table, or of the table at a path."""
+    path = _folder() / f"{policy}.toml" if policy in presets() else Path(policy)
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Header(str(data.get("description", "")), data.get("extends"))
 
 
 class _Table(NamedTuple):
@@ -98,13 +113,13 @@ def _primitive(table: _Table, name: Any) -> Primitive | None:
     table.fail(
         str(name),
         "the name of a JAX primitive, as a jaxpr prints it",
-        _nearest(str(name), primitives()) or " Write for example 'dot_general'.",
+        nearest(str(name), primitives()) or " Write for example 'dot_general'.",
     )
 
 
 def _rule(table: _Table, word: Any) -> Rule:
     if not isinstance(word, str) or word not in WORDS:
-        table.fail(str(word), "a rule's name: " + ", ".join(sorted(WORDS)), _nearest(str(word), WORDS))
+        table.fail(str(word), "a rule's name: " + ", ".join(sorted(WORDS)), nearest(str(word), WORDS))
     return WORDS[word]
 
 
@@ -150,7 +165,7 @@ def _parse(table: _Table) -> dict[Key, Rule]:
     for section in data:
         if section not in ("extends", "description", "rules", "scopes"):
             table.fail(
-                section, "extends, description, [rules] or [scopes]", _nearest(section, ("rules", "scopes", "extends"))
+                section, "extends, description, [rules] or [scopes]", nearest(section, ("rules", "scopes", "extends"))
             )
     policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(_PINS)
     rules = dict(_section(table, data, "rules", "rules"))
@@ -209,7 +224,7 @@ def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
         return _load_table(Path(policy))
     raise ValueError(
         f"amp_policy is {str(policy)!r}; expected a preset or the path of a .toml file. "
-        f"The presets are {', '.join(presets())}.{_nearest(str(policy), presets())}"
+        f"The presets are {', '.join(presets())}.{nearest(str(policy), presets())}"
     )
 
 

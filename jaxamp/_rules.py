@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._bind import bind_primitive
 from ._standing import may_lower
 
 Rule = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
@@ -30,7 +31,7 @@ def cast(x: Any, dtype: np.dtype | None) -> Any:
     if dtype is None or not _is_float(x) or x.dtype == dtype:
         return x
     if isinstance(x, jax.Array):
-        return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=False, sharding=None)
+        return bind_primitive(lax.convert_element_type_p, x, new_dtype=dtype, weak_type=False, sharding=None)
     return np.asarray(x).astype(dtype)
 
 

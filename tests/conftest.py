@@ -19,13 +19,16 @@ jax.config.update("jax_threefry_partitionable", True)
 
 
 class _Together(LoadScopeScheduling):
-    """Tests that share what is slow to make run in one process: those of a program, those of two processes."""
+    """Tests that share what is slow to make run in one process: those of a program, of two processes, of a browser."""
 
     def _split_scope(self, nodeid: str) -> str:
         program = re.search(r"test_laws\.py::\w+\[(.+)-b?float\d+\]", nodeid)
-        if program or "test_distributed.py" in nodeid:
-            return program[1] if program else "distributed"
-        return nodeid
+        if program:
+            return program[1]
+        return next((name for name in _SHARING if name in nodeid), nodeid)
+
+
+_SHARING = ("test_distributed.py", "test_report_in_a_browser.py")
 
 
 # The groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.

@@ -536,6 +536,11 @@ def projected(x, w, fn=attend):
     return fn(*jnp.split((x @ w).reshape(*x.shape[:2], HEADS, -1), 3, -1))
 
 
+def test_low_operands_need_no_promotion_of_the_user():
+    q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    assert jaxamp.dot_product_attention(q, q, q).dtype == jnp.bfloat16  # promotion is strict in these tests
+
+
 def test_standard_and_strict_promotion_give_the_same_program():
     fn = jax.grad(jaxamp.amp(functools.partial(loss_of, attend), compute_dtype=jnp.bfloat16), argnums=(0, 3))
     strict = str(jax.make_jaxpr(fn)(*QKV, BIAS))

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from programs_core import PROGRAMS as CORE
 from programs_libraries import PROGRAMS as LIBRARIES
 
 import jaxamp
+from jaxamp._higher_order import describe
+from jaxamp._pullback import pullback_of
 
 TABLE = {program.name: program for program in (*CORE, *LIBRARIES)}
 LAWS = ("types", "empty_policy", "matmuls", "values", "jit", "vmap", "twice", "second_call")
@@ -363,3 +366,43 @@ def test_a_second_call_traces_nothing_and_gives_the_same(program, dtype):
     assert traces[0] == traces[1]
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+# -- the report
+
+
+def run_dtypes(jaxpr: Any) -> Any:
+    """Each operation that runs, bodies included, with its dtypes."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        entry = describe(eqn)
+        if entry is None:
+            operands = tuple(str(getattr(v.aval, "dtype", type(v.aval).__name__)) for v in eqn.invars)
+            if eqn.primitive.name.startswith("mixed_"):
+                operands = (*multiplied(eqn), *operands[2:])
+            results = tuple(str(getattr(v.aval, "dtype", type(v.aval).__name__)) for v in eqn.outvars)
+            yield eqn.primitive.name.removeprefix("mixed_"), operands, results
+        else:
+            for body in entry.bodies:
+                yield from run_dtypes(body.jaxpr)
+
+
+@over("report", jnp.bfloat16)
+def test_a_report_has_the_dtypes_of_the_program_that_runs(program, dtype):
+    args = program.args()
+    report = jaxamp.amp_report(program.fn, compute_dtype=dtype)(*args)
+    flat, arrays = of_arrays(program, jaxamp.amp(program.fn, compute_dtype=dtype))
+    forward = jaxpr_of(flat, *arrays)
+
+    def rows(phase: str) -> Counter:
+        return Counter((row.primitive, *row.run) for row in report.rows if row.phase == phase)
+
+    assert rows("forward") == Counter(run_dtypes(forward))
+    if report.kept is not None:
+        first = len([x for x in jax.tree.leaves(args[0]) if isinstance(x, jax.Array | np.ndarray)])
+        moving = [i for i in range(first) if is_float(arrays[i])]
+        assert rows("backward") == Counter(run_dtypes(pullback_of(forward, moving).jaxpr))
+    else:
+        assert report.notes
+    matmuls = [row for row in report.matmuls if row.phase == "forward" and row.primitive in MATMULS]
+    assert [row.multiplied for row in matmuls].count(jnp.dtype(dtype).name) == program.low
+    assert all(row.reason for row in report.rows)

@@ -41,10 +41,19 @@ def test_a_wheel_made_from_the_sdist_has_the_policies(dists, tmp_path):
         names = set(archive.namelist())
         archive.extractall(tmp_path)
     assert {"jaxamp/policies/default.toml", "jaxamp/py.typed"} <= names
+    assert {f"jaxamp/page/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert not [name for name in names if name.startswith("tests")]
     where, presets = ask(tmp_path)
     assert where.is_relative_to(tmp_path)
     assert "default" in presets
+
+
+def test_a_wheel_has_the_command(dists):
+    (wheel,) = dists.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (points,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        assert "[console_scripts]\njaxamp = jaxamp.__main__:main" in archive.read(points).decode()
+        assert "jaxamp/__main__.py" in archive.namelist()
 
 
 def test_a_bare_checkout_has_the_policies():

@@ -1,0 +1,8 @@
+"""`python -m jaxamp`, which is also the command `jaxamp`."""
+
+import sys
+
+from ._command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a compiled program multiplies in, read off XLA's text."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_SHORT = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+# A line: `%dot.3 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}`
+_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_DTYPE = re.compile(r"\b([a-z]+[0-9]+\w*)\[")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_NAME = re.compile(r'op_name="([^"]*)"')
+_LIBRARIES = ("gemm", "matmul", "conv", "fmha")  # in the names of the calls that cuBLAS, cuDNN and oneDNN are made by
+
+
+class CompiledMatmul(NamedTuple):
+    """A matmul, convolution or fused attention of a compiled program."""
+
+    op: str  # dot, convolution, or the target of a library call
+    operands: tuple[str, ...]  # the dtypes of the first two
+    scope: str  # named scopes, outermost first
+
+
+def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
+    """The matmuls of a compiled program, in the dtypes that they really run in.
+
+    Args:
+        compiled: What `jax.jit(fn).lower(...).compile()` returned, or its text.
+
+    A CPU has no low matmuls of most kinds: XLA multiplies in float32 there.
+
+    >>> import jax, jax.numpy as jnp
+    >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
+    >>> [row.operands for row in compiled_matmuls(compiled)]
+    [('float32', 'float32')]
+    """
+    return list(_matmuls(compiled if isinstance(compiled, str) else compiled.as_text()))
+
+
+def _matmuls(text: str) -> Iterator[CompiledMatmul]:
+    dtypes: dict[str, str] = {}  # names are unique in a computation, and operands come before their readers
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found is None:
+            continue
+        name, kind, op, rest = found.groups()
+        first = _DTYPE.search(kind)
+        if first is not None:
+            dtypes[name] = _SHORT.get(first[1], first[1])
+        op = _library(rest) if op == "custom-call" else op if op in ("dot", "convolution") else ""
+        if op:
+            operands = [dtypes[operand] for operand in _OPERAND.findall(rest.split("), ")[0]) if operand in dtypes]
+            yield CompiledMatmul(op, tuple(operands[:2]), _scope(rest))
+
+
+def _library(rest: str) -> str:
+    """The target of a library call that multiplies; nothing for any other."""
+    found = _TARGET.search(rest)
+    return found[1] if found is not None and any(word in found[1] for word in _LIBRARIES) else ""
+
+
+def _scope(rest: str) -> str:
+    """`jit(step)/transpose(jvp(block))/attention/dot_general` as `block/attention`."""
+    found = _NAME.search(rest)
+    parts = found[1].split("/")[:-1] if found else []
+    inner = (re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in parts if "jit(" not in part)
+    return "/".join(part for part in inner if part and part not in _OWN)
+
+
+_OWN = frozenset({"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"})

@@ -1,0 +1,320 @@
+"""`find_overflow`: the operation that made an inf or a NaN, or that lost small numbers.
+
+The call is run again, equation by equation, forwards and backwards, and each result is looked at:
+
+    overflow    an inf in the result, none in the operands
+    invalid     a NaN in the result, none in the operands: inf - inf, 0 / 0, the root of a negative number
+    underflow   zeros in a low result that the same operation in float32 does not have
+
+Whether it reached the results is told beside: a mask may take it out again.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._amp import PolicyLike, check_function, check_options
+from ._compat import Jaxpr
+from ._cost import base_name
+from ._facts import ELEMENTWISE
+from ._higher_order import bind
+from ._place import Place, Source
+from ._program import Program, program_of
+from ._pullback import Pullback
+from ._residuals import Keep
+from ._scaler import DynamicScalerState, check_state
+from ._walk import Walker
+
+
+class Event(NamedTuple):
+    """An operation that made what is not finite of what is, or zeros of what is not zero."""
+
+    kind: str  # overflow, invalid, underflow
+    phase: str  # forward, backward
+    scope: str  # named scopes, outermost first: "block/attention"
+    primitive: str
+    source: Source | None
+    rounds: tuple[int, ...]  # of each loop around it, the number of the round, the first being 0
+    dtype: str  # of the result
+    largest: float  # magnitude among the operands
+    limit: float  # the largest number that the dtype holds; for an underflow the smallest normal one
+    share: float  # of the entries of the result
+    at_scale_one: bool | None  # whether it is there without loss scaling; None: forwards, or no scaler was given
+
+    def __str__(self) -> str:
+        where = ", ".join(
+            part
+            for part in (
+                f"scope {self.scope}" if self.scope else "",
+                "".join(f"round {i} of the loop, " for i in self.rounds).removesuffix(", "),
+                str(self.source or ""),
+            )
+            if part
+        )
+        text = f"{self.kind} in the {self.phase} pass: {self.primitive} ({where})"
+        word = "smallest normal" if self.kind == "underflow" else "largest"
+        text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
+        text += f"the {word} {self.dtype} is {self.limit:.4g}"
+        if self.at_scale_one is True:
+            text += "\n    It is there at scale 1 too: a smaller scale won't help."
+        if self.at_scale_one is False:
+            text += "\n    It is not there at scale 1: the scaler handles it by lowering the scale."
+        return text
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What `find_overflow` found, in the order of the run. True if it found anything."""
+
+    name: str
+    compute_dtype: str
+    scale: float | None  # that the backward pass was started with, if a scaler was given
+    finite: bool  # whether all results and gradients are finite
+    events: tuple[Event, ...]  # overflows and invalid operations
+    underflows: tuple[Event, ...]  # the largest share first
+    notes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.underflows)
+
+    @property
+    def first(self) -> Event | None:
+        """The first operation that made what is not finite."""
+        return self.events[0] if self.events else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON can hold it."""
+
+        def plain(event: Event) -> dict[str, Any]:
+            return event._asdict() | {"source": None if event.source is None else event.source._asdict()}
+
+        lists = {name: [plain(e) for e in getattr(self, name)] for name in ("events", "underflows")}
+        return asdict(self) | lists | {"notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        head = f"{self.name} in {self.compute_dtype}" + (f", scale {self.scale:g}" if self.scale is not None else "")
+        lines = [f"{head}: {'all finite' if self.finite else 'not finite'}"]
+        lines += [f"- {event}" for event in (*self.events[:5], *self.underflows[:5])]
+        if not self:
+            lines.append("nothing found")
+        if self.events and self.finite:
+            lines.append("All results are finite: a mask, or a function with bounds, took it out again.")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def find_overflow(
+    fn: Callable[..., Any],
+    *,
+    compute_dtype: Any = jnp.float16,
+    amp_policy: PolicyLike = "default",
+    keep: Keep = "auto",
+    backward: bool = True,
+    underflow: float = 0.05,
+) -> Callable[..., OverflowReport]:
+    """Find the operation of `amp(fn)` that made an inf, a NaN, or zeros of small numbers.
+
+    Args:
+        fn: The loss, as it would be given to `amp`. Its first result is differentiated, by the floating-point arrays of
+            the first argument.
+        compute_dtype, amp_policy, keep: As for `amp`.
+        backward: Whether to look at the backward pass too.
+        underflow: The share of entries that a low operation of the backward pass may flush to zero before it is
+            reported. Forwards, where small probabilities are zero in any network, it is half of them at least.
+
+    Returns:
+        A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns an `OverflowReport`. With a scaler's
+        state the backward pass starts with its scale, and what is found there is looked for at scale 1 too.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.sum((x @ w) @ w)
+    >>> report = find_overflow(loss)(jnp.full((4, 4), 200.0), jnp.ones((2, 4)))
+    >>> report.first.kind, report.first.primitive, report.first.limit
+    ('overflow', 'dot_general', 65504.0)
+
+    **Sharp edges**
+
+    - It runs operation by operation, outside of `jit`, and waits for each: a thousand operations take seconds. XLA may
+      round elsewhere than JAX says: an overflow at the very limit may differ.
+    - `shard_map`, kernels and callbacks are one operation.
+    """
+    check_function("find_overflow", fn)
+    options = check_options(compute_dtype, amp_policy, keep)
+
+    def find(*args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwargs: Any) -> OverflowReport:
+        if dynamic_scaler_state is not None:
+            check_state("find_overflow", dynamic_scaler_state)
+        program = program_of(options, fn, args, kwargs)
+        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in program.arrays):
+            raise TypeError(
+                "find_overflow got a shape or a traced value; expected arrays with numbers in them. Call it outside of "
+                "jit, on the arrays of the step that failed."
+            )
+        pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
+        forward = pullbacks[0].forward if pullbacks else program.mixed
+        events, outs = _probed(program, underflow, "forward", forward, program.arrays)
+        gradients: list[Any] = []
+        scale = None if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
+        for pullback in pullbacks:
+            found, gradients = _probed_backward(program, underflow, pullback, outs, scale)
+            events, outs = events + found, outs[: pullback.results]
+        small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
+        finite = all(bool(jnp.isfinite(x).all()) for x in (*outs, *gradients) if _is_float(x))
+        return OverflowReport(
+            program.name,
+            options.compute_dtype.name,
+            scale,
+            finite,
+            tuple(event for event in events if event.kind != "underflow"),
+            tuple(small),
+            tuple(notes),
+        )
+
+    return find
+
+
+def _probed(
+    program: Program, underflow: float, phase: str, jaxpr: Jaxpr, operands: Sequence[Any]
+) -> tuple[list[Event], list[Any]]:
+    """What is found in a run, and its results."""
+    probe = _Probe(underflow)
+    outs = Walker(program.ledger, probe.look).run(jaxpr, operands, Place(phase, program.path))
+    return probe.events, outs
+
+
+def _probed_backward(
+    program: Program, underflow: float, pullback: Pullback, forward: list[Any], scale: float | None
+) -> tuple[list[Event], list[Any]]:
+    """What is found in the backward pass after a forward pass, and the gradients, times the scale."""
+    outs, kept = forward[: pullback.results], forward[pullback.results :]
+
+    def at(scale: float) -> tuple[list[Event], list[Any]]:
+        return _probed(program, underflow, "backward", pullback.jaxpr, [*kept, *pullback.seeds(outs, scale)])
+
+    events, gradients = at(1.0 if scale is None else scale)
+    if scale is None:
+        return events, gradients
+    at_one = events if scale == 1 else at(1.0)[0]
+    known, seen = ({_key(event) for event in found} for found in (at_one, events))
+    events = [event._replace(at_scale_one=_key(event) in known) for event in events]
+    more = [event for event in at_one if _key(event) not in seen and event.kind != "underflow"]
+    return [*events, *(event._replace(at_scale_one=True) for event in more)], gradients
+
+
+def _key(event: Event) -> tuple[Any, ...]:
+    return event.kind, event.scope, event.primitive, event.source
+
+
+class _Probe:
+    """Looks at each result of a run."""
+
+    def __init__(self, underflow: float):
+        self.events: list[Event] = []
+        self._underflow = underflow
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        for k, out in enumerate(outs):
+            if _is_float(out) and out.size:
+                nans, infs = map(int, _counts(out))
+                if nans or infs:
+                    before = [_counts(x) for x in ins if _is_float(x)]
+                    if nans and not any(int(n) for n, _ in before):
+                        self._add("invalid", eqn, place, ins, out, nans)
+                    elif infs and (made := _infinite_of_finite(eqn, k, ins, out) if _any(before) else infs):
+                        self._add("overflow", eqn, place, ins, out, made)
+                elif out.dtype.itemsize <= 2:
+                    lost = _flushed(eqn, k, ins, out)
+                    # Forwards, small probabilities and gates are zero in any network.
+                    share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
+                    if lost > share * out.size:
+                        self._add("underflow", eqn, place, ins, out, lost)
+
+    def _add(self, kind: str, eqn: Any, place: Place, ins: Sequence[Any], out: Any, entries: int) -> None:
+        key = kind, place.phase, place.mark, eqn.primitive.name, place.source
+        if key in self._seen:  # the first round says it
+            return
+        self._seen.add(key)
+        info = jnp.finfo(out.dtype)
+        limit = float(info.smallest_normal if kind == "underflow" else info.max)
+        largest = max((float(_largest(x)) for x in ins if _is_float(x) and np.size(x)), default=0.0)
+        self.events.append(
+            Event(
+                kind,
+                place.phase,
+                place.scope,
+                base_name(eqn.primitive),
+                place.source,
+                place.rounds,
+                str(out.dtype),
+                largest,
+                limit,
+                entries / out.size,
+                None,
+            )
+        )
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@jax.jit
+def _counts(x: Any) -> tuple[jax.Array, jax.Array]:
+    return jnp.isnan(x).sum(), jnp.isinf(x).sum()
+
+
+def _any(counts: Sequence[Any]) -> bool:
+    return any(int(nans) + int(infs) for nans, infs in counts)
+
+
+def _infinite_of_finite(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
+    """How many entries of a result are infinite though what they are made of is finite, where other entries are not."""
+    floats = [x for x in ins if _is_float(x)]
+    if eqn.primitive.name in ELEMENTWISE and all(np.shape(x) in ((), out.shape) for x in floats):
+        made_of_finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x) for x in floats))
+        return int((jnp.isinf(out) & made_of_finite).sum())
+    wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
+    return 0 if wide is None else int((jnp.isinf(out) & jnp.isfinite(wide)).sum())
+
+
+@jax.jit
+def _largest(x: Any) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
+
+
+@jax.jit
+def _zeros_of_more(low: Any, wide: Any) -> jax.Array:
+    return ((low == 0) & (wide != 0)).sum()
+
+
+def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
+    """How many entries of a low result are zero, and are not if the same is done in float32."""
+    if not bool((out == 0).any()):
+        return 0
+    if eqn.primitive.name == "convert_element_type":
+        return int(_zeros_of_more(out, ins[0])) if _is_float(ins[0]) else 0
+    wide = _in_float32(eqn, k, ins)
+    return 0 if wide is None else int(_zeros_of_more(out, wide))
+
+
+def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
+    """The result of the same operation in float32; None of a primitive that has no such form."""
+    wide = [x.astype(jnp.float32) if _is_float(x) else x for x in ins]
+    changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
+    try:
+        return bind(eqn, wide, **changed)[k]
+    except Exception:
+        return None
+
+
+_DTYPES = ("preferred_element_type", "compute_dtype", "dtype", "out_dtype")
+
+
+def _is_low(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2

@@ -1,0 +1,50 @@
+"""The program that `amp` makes of one call: what the tools that look at it start from."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ._amp import Options, floats_of_first, plan_call, run_plan, split_call
+from ._compat import Jaxpr
+from ._interpreter import Ledger
+from ._judge import Path
+from ._plan import Plan
+from ._pullback import Pullback, pullback_of
+
+
+class Program(NamedTuple):
+    """A call, as it was written and as it runs. Both take all arrays of the call."""
+
+    name: str
+    plan: Plan  # its jaxpr is the program as written
+    mixed: Jaxpr
+    ledger: Ledger
+    arrays: list[Any]
+    moving: list[int]  # where the floats of the first argument are among the arrays
+    path: Path
+
+    @property
+    def written(self) -> Jaxpr:
+        return self.plan.jaxpr
+
+    def pullbacks(self, *jaxprs: Jaxpr) -> tuple[list[Pullback], list[str]]:
+        """Programs of this call by the floats of the first argument; none, and a note why, if that can't be done."""
+        if not self.moving:
+            return [], ["no backward pass: the first argument has no floating-point array"]
+        try:
+            return [pullback_of(jaxpr, self.moving) for jaxpr in jaxprs], []
+        except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
+            return [], [f"no backward pass: {type(error).__name__}: {str(error).splitlines()[0]}"]
+
+
+def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """Trace a call and what `amp` makes of it. Nothing is computed."""
+    call, arrays = split_call(fn, args, kwargs)
+    plan, planner, _ = plan_call(options, call, arrays)
+    ledger = Ledger()
+    run = functools.partial(run_plan, options.keep, planner, plan, ledger=ledger)
+    mixed = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return Program(name, plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path)

@@ -1,0 +1,30 @@
+"""Which powers of two the magnitudes of values have: what tells whether a dtype can hold them."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Range(NamedTuple):
+    """How many values have a magnitude from 2**power on, below the next power; and how many are zero."""
+
+    powers: Counter[int]
+    zeros: int
+
+    def __add__(self, other: Any) -> "Range":
+        return Range(self.powers + other.powers, self.zeros + other.zeros)
+
+
+def range_of(x: Any) -> Range:
+    """The range of an array. What is not finite is left out.
+
+    >>> range_of(np.array([0.0, 1.0, 1.5, 0.25]))
+    Range(powers=Counter({0: 2, -2: 1}), zeros=1)
+    """
+    values = np.abs(np.asarray(x).astype(np.float64))
+    values = values[np.isfinite(values)]
+    _, exponents = np.frexp(values[values > 0])
+    powers, counts = np.unique(exponents - 1, return_counts=True)
+    counted = Counter(dict(zip(powers.tolist(), counts.tolist(), strict=True)))
+    return Range(counted, int((values == 0).sum()))

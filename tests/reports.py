@@ -1,0 +1,78 @@
+"""Reports made by hand, of any size."""
+
+from jaxamp import AmpReport, BytesKept
+from jaxamp._cost import Dims
+from jaxamp._rows import Dtypes, Row, Source
+
+F32, BF16 = "float32", "bfloat16"
+
+
+def matmul(scope, flops, *, dtype=BF16, phase="forward", line=10, times=1, dims=(8, 8, 8), **more):
+    row = Row(
+        phase=phase,
+        scope=scope,
+        primitive="dot_general",
+        kind="matmul",
+        written=Dtypes((F32, F32), (F32,)),
+        run=Dtypes((dtype, dtype), (dtype,)),
+        rule="use_compute_precision" if dtype == BF16 else "use_original_precision",
+        reason="policy table" if dtype == BF16 else "scope 'amp_stop'",
+        source=Source("/home/someone/model.py", line, "forward"),
+        times=times,
+        flops=flops,
+        bytes=flops // 10,
+        dims=Dims(*dims),
+    )
+    return row._replace(**more)
+
+
+def cast(scope, moved, *, phase="forward"):
+    run = Dtypes((F32,), (BF16,))
+    reason = "added for dot_general: policy table"
+    return Row(phase, scope, "convert_element_type", "cast", None, run, "", reason, None, 1, 0, moved, None)
+
+
+def other(scope, flops, *, primitive="exp", kind="other", reason="consumed only by exp", line=12):
+    kept = Dtypes((F32,), (F32,))
+    source = Source("/home/someone/model.py", line, "forward")
+    return Row("forward", scope, primitive, kind, kept, kept, "widest", reason, source, 1, flops, 64, None)
+
+
+def report_of(*rows, name="loss", unmatched=(), notes=()):
+    return AmpReport(name, BF16, tuple(rows), BytesKept(4000, 1000), tuple(unmatched), tuple(notes))
+
+
+def mixed_report():
+    """A bit of everything."""
+    rows = [
+        matmul("block_0/mlp/up", 9_000_000),
+        matmul("block_0/mlp/down", 10_000_000, line=11),
+        matmul(
+            "block_0/mlp/down", 10_000_000, phase="backward", line=11, reason="derivative of dot_general: policy table"
+        ),
+        matmul("block_1/mlp/up", 100_000_000, dims=(8, 8, 7)),
+        matmul("block_1/router", 50_000_000, dtype=F32, line=20),
+        matmul("head", 2_000_000_000, times=3, line=30),
+        cast("block_0/mlp/up", 4096),
+        cast("block_1/router", 8192, phase="backward"),
+        other("head", 1_000),
+        other("head", 0, primitive="pallas_call", kind="not entered", reason="not entered: pallas_call"),
+        other("", 512, primitive="reduce_sum", line=40),
+    ]
+    return report_of(*rows, unmatched=("decoder/*",), notes=("no backward pass: TypeError: integers",))
+
+
+def large_report(count, *, distinct=False):
+    """`count` rows of a network of 48 layers; with nothing said twice, if asked for."""
+    rows = []
+    for i in range(count):
+        scope = f"block_{i % 48}/{('attention', 'mlp', 'norm')[i % 3]}"
+        more = {"reason": f"consumed only by the operation number {i}"} if distinct else {}
+        source = Source(
+            f"/home/someone/models/part_{i if distinct else i % 7}.py", i + 1 if distinct else i % 40, "apply"
+        )
+        if distinct:
+            scope = f"{scope}/operation_{i}"
+        phase = "forward" if 2 * i < count else "backward"
+        rows.append(matmul(scope, 10**9 + 1_000_003 * i, phase=phase, source=source, **more))
+    return report_of(*rows)

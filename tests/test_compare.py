@@ -1,0 +1,211 @@
+"""How far `amp` is from full precision, by operation, result and gradient."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxamp
+from jaxamp import assert_amp_close, compare
+from jaxamp._compare import GRADIENTS, error_of
+from jaxamp._ranges import range_of
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((4, 8)), jnp.float32)
+PARAMS = {name: jnp.asarray(RNG.standard_normal((8, 8)) / 3, jnp.float32) for name in ("up", "down")}
+
+
+def loss(params, x):
+    with jax.named_scope("first"):
+        h = jnp.tanh(x @ params["up"])
+    with jax.named_scope("second"):
+        return jnp.sum(jnp.exp(h @ params["down"]))
+
+
+def test_an_error_is_measured_in_float64():
+    reference = np.array([3.0, 4.0])
+    assert error_of(reference, reference) == (0.0, pytest.approx(1.0), 4.0)
+    assert error_of(reference, reference).snr_db == float("inf")
+    error = error_of(np.array([3.0, 4.5]), reference)
+    assert error.relative == pytest.approx(0.1)
+    assert error.snr_db == pytest.approx(20)
+    assert error.cosine == pytest.approx(27.0 / (5 * np.hypot(3, 4.5)))
+    assert error_of(np.ones(2), np.zeros(2)).relative == float("inf")
+    assert error_of(np.zeros(2), np.zeros(2)) == (0.0, 1.0, 0.0)
+    low = jnp.asarray([1.0], jnp.bfloat16)
+    assert error_of(low, np.array([1.0])).relative == 0.0
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_each_operation_result_and_gradient_has_an_error(low):
+    found = compare(loss, compute_dtype=low)(PARAMS, X)
+    assert {(row.scope, row.name) for row in found.operations} == {
+        ("first", "dot_general"),
+        ("first", "tanh"),
+        ("second", "dot_general"),
+        ("second", "exp"),
+        ("second", "reduce_sum"),
+    }
+    errors = [row.error.relative for row in found.operations]
+    assert errors == sorted(errors, reverse=True)
+    eps = float(jnp.finfo(low).eps)
+    assert 0.05 * eps < max(errors) < 4 * eps
+    assert {row.name for row in found.gradients} == {"['up']", "['down']"}
+    assert all(0 < row.error.relative < 8 * eps for row in found.gradients)
+    assert all(row.error.cosine > 1 - 8 * eps for row in found.gradients)
+    assert [row.name for row in found.results] == ["result 0"]
+    assert {row.scope for row in found.scopes} == {"first", "second"}
+    assert all(row.source.file == __file__ for row in found.operations)
+
+
+def test_the_gradients_are_those_of_amp_against_those_of_the_function():
+    found = compare(loss, compute_dtype=jnp.bfloat16)(PARAMS, X)
+    plain, mixed = (jax.grad(f)(PARAMS, X) for f in (loss, jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))
+    for row in found.gradients:
+        name = row.name[2:-2]
+        assert row.error.relative == pytest.approx(error_of(mixed[name], plain[name]).relative, rel=0.2)
+
+
+def test_an_operation_that_amp_harms_is_first():
+    def fragile(params, x):
+        with jax.named_scope("fragile"):
+            y = x @ params["up"]
+            return jnp.sum(y - lax.stop_gradient(y) + (y + 1000.0 - 999.0))
+
+    policy = jaxamp.default_amp_policy | {"fragile": jaxamp.use_compute_precision}
+    found = compare(fragile, compute_dtype=jnp.bfloat16, amp_policy=policy)(PARAMS, X)
+    assert found.operations[0].scope == "fragile"
+    assert found.operations[0].error.relative > 0.3
+    with pytest.raises(AssertionError, match=r"fragile in bfloat16 is not near float32:\n- result result 0: relative"):
+        assert_amp_close(fragile, (PARAMS, X), compute_dtype=jnp.bfloat16, amp_policy=policy)
+    assert_amp_close(fragile, (PARAMS, X), compute_dtype=jnp.bfloat16)
+
+
+def test_with_64_bits_the_reference_is_float64():
+    with jax.enable_x64(True):
+        found = compare(loss, compute_dtype=jnp.float32)(PARAMS, X)
+    assert found.reference == "float64"
+    assert 0 < found.operations[0].error.relative < 1e-5
+    assert compare(loss, compute_dtype=jnp.float32)(PARAMS, X).operations[0].error.relative == 0
+
+
+def test_a_scaler_saves_gradients_from_underflow():
+    def small(params, x):
+        return 1e-7 * loss(params, x)
+
+    without = compare(small)(PARAMS, X)
+    scaled = compare(small)(PARAMS, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
+    assert without.gradients[0].error.relative > 10 * scaled.gradients[0].error.relative
+    assert scaled.gradients[0].error.relative < 1e-2
+
+
+def test_a_square_matmul_of_a_mapped_layer_is_not_taken_for_its_transpose():
+    def mapped(w, x):
+        hidden = jax.vmap(lambda row: w @ row)(x)
+        return jax.vmap(lambda row: w @ row)(jnp.maximum(hidden, 0))
+
+    found = compare(mapped, backward=False)(PARAMS["up"], jnp.concatenate([X, -X]))
+    assert max(row.error.relative for row in found.operations) < 1e-2
+
+
+def test_equal_infinities_are_no_error():
+    mask = jnp.where(jnp.tril(jnp.ones((8, 8))) > 0, 0.0, -jnp.inf)
+    assert_amp_close(lambda w: jax.nn.log_softmax(w @ w + mask), (PARAMS["up"],), backward=False)
+    assert error_of(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])).relative == 0
+    assert error_of(np.array([np.nan, 1.0]), np.array([1.0, 1.0])).relative == float("inf")
+
+
+def test_results_beside_the_first_are_not_differentiated():
+    def with_norm(params, x):
+        return loss(params, x), jnp.sqrt(jnp.sum((x - x) ** 2) * jnp.sum(params["up"]) * 0)
+
+    assert_amp_close(with_norm, (PARAMS, X), rtol=0.05)
+
+
+def test_operations_without_results():
+    def told(params, x):
+        jax.debug.callback(lambda: None)
+        return loss(params, x)
+
+    assert compare(told)(PARAMS, X).operations
+
+
+def test_a_function_that_names_float32_has_a_float32_reference():
+    def named(w, x):
+        return jnp.sum(lax.scan(lambda c, _: ((c @ w).astype(jnp.float32), None), x, None, length=2)[0])
+
+    with jax.enable_x64(True):
+        found = compare(named)(PARAMS["up"], X)
+    assert found.reference == "float32"
+    assert found.notes[0].startswith("no float64 reference: TypeError")
+
+
+def test_loops_and_modules():
+    class Net(eqx.Module):
+        weight: jax.Array
+        steps: int = eqx.field(static=True)
+
+        def __call__(self, x):
+            return lax.scan(lambda c, _: (jnp.tanh(c @ self.weight), None), x, None, length=self.steps)[0]
+
+    found = compare(lambda net, x: jnp.mean(net(x)), compute_dtype=jnp.bfloat16)(Net(PARAMS["up"], 3), X)
+    assert [row.name for row in found.operations].count("tanh") == 3
+    assert [row.name for row in found.gradients] == [".weight"]
+
+
+def test_what_has_no_backward_pass_says_so():
+    found = compare(lambda x: lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c @ c + 1, x))(jnp.ones((2, 2)))
+    assert found.gradients == ()
+    assert found.notes[0].startswith("no backward pass")
+    assert compare(loss, backward=False)(PARAMS, X).notes == ()
+
+
+def test_ranges():
+    assert range_of(np.array([0.0, 1.0, 1.5, -0.25, np.inf])) == ({0: 2, -2: 1}, 1)
+    found = compare(loss)(PARAMS, X)
+    assert set(found.ranges) == {"first", "second", GRADIENTS}
+    values = found.ranges["first"]
+    assert sum(values.powers.values()) + values.zeros == 2 * X.size  # a matmul and a tanh
+    assert max(values.powers) <= 3
+
+
+def test_text_and_dictionary():
+    found = compare(loss, compute_dtype=jnp.bfloat16)(PARAMS, X)
+    text = str(found)
+    assert text.startswith("loss in bfloat16 against float32\n")
+    assert "second: exp" in text or "second: dot_general" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert len(read["operations"]) == len(found.operations)
+    assert read["gradients"][0]["error"]["snr_db"] == pytest.approx(found.gradients[0].error.snr_db)
+
+
+def test_pictures(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    compare(loss)(PARAMS, X).plot(tmp_path / "ranges.png")
+    report = jaxamp.amp_report(loss)(PARAMS, X)
+    report.plot(tmp_path / "flops.png")
+    for name in ("ranges.png", "flops.png"):
+        image = matplotlib.image.imread(tmp_path / name)
+        assert image.std() > 0.05  # not blank
+    matplotlib.pyplot.close("all")
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"matplotlib is not installed; expected it to be there.*jaxamp\[plots\]"):
+        jaxamp.amp_report(loss)(PARAMS, X).plot()
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="compare got 3, of type int; expected a function"):
+        compare(3)
+    with pytest.raises(TypeError, match="compare got a shape or a traced value; expected arrays"):
+        jax.jit(compare(loss))(PARAMS, X)
+    with pytest.raises(TypeError, match="DynamicScalerState"):
+        compare(loss)(PARAMS, X, dynamic_scaler_state=3.0)
