@@ -152,11 +152,7 @@ def find_overflow(
         if dynamic_scaler_state is not None:
             check_state("find_overflow", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
-        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in program.arrays):
-            raise TypeError(
-                "find_overflow got a shape or a traced value; expected arrays with numbers in them. Call it outside of "
-                "jit, on the arrays of the step that failed."
-            )
+        program.check_concrete("find_overflow")
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
         bad = sum(not bool(jnp.isfinite(x).all()) for x in program.arrays if _is_float(x))
         notes += [f"{bad} of the arguments' arrays are not finite already"] if bad else []
