@@ -20,8 +20,9 @@ def problems_of(
     for glob in globs:
         if glob != "*" and not any(matches(row.scope, glob) for row in report.matmuls):
             yield f"no matmul is in a scope that matches {glob!r}"
-    for row in report.wide_matmuls:
-        if any(matches(row.scope, glob) for glob in globs):
+    for row in report.matmuls:
+        asked = any(matches(row.scope, glob) for glob in globs)
+        if asked and row.multiplied != report.compute_dtype and "float" in row.multiplied:  # integers are left alone
             what = f"{row.phase} {row.primitive} in {row.multiplied}, not in {report.compute_dtype}"
             yield f"{what}: {row.reason} (scope {row.scope or 'none'}, {row.source or 'source unknown'})"
     if compiled is not None:
@@ -35,11 +36,12 @@ def problems_of(
 
 
 def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
-    asked = [row for row in found if any(matches(row.scope, glob) for glob in globs)]
-    if not asked:
-        yield "the compiled program has no matmul in the scopes that were asked for"
-    for row in asked:
-        if any(operand != dtype for operand in row.operands):
+    for glob in globs:
+        if not any(matches(row.scope, glob) for row in found):
+            yield f"the compiled program has no matmul in a scope that matches {glob!r}"
+    for row in found:
+        asked = any(matches(row.scope, glob) for glob in globs)
+        if asked and any(operand != dtype for operand in row.operands):
             yield f"compiled {row.op} multiplies {' by '.join(row.operands)}, not {dtype} (scope {row.scope or 'none'})"
 
 

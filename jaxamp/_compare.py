@@ -175,7 +175,7 @@ def compare(
         if dynamic_scaler_state is not None:
             check_state("compare", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
-        _check_concrete(program.arrays)
+        program.check_concrete("compare")
         written, wide, notes = _reference(options, program, fn, args, kwargs)
         recorder = _Recorder()
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
@@ -259,14 +259,6 @@ def _reference(
     except Exception as error:  # a function that names float32 may refuse others
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         return program.written, program.arrays, [f"no float64 reference: {reason}"]
-
-
-def _check_concrete(arrays: Sequence[Any]) -> None:
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
-        raise TypeError(
-            "compare got a shape or a traced value; expected arrays with numbers in them. Call it outside of jit, on "
-            "arrays."
-        )
 
 
 def _has_64_bits() -> bool:

@@ -202,10 +202,10 @@ class Judge:
             return How.BUFFER, "follows the buffer", LOW if ins[0] is LOW else FREE if together is LOW else together
         if together is LOW:
             return How.FOLLOW, "follows a low operand", LOW
-        return How.ORIGINAL, self._why_not_low(eqn, ins, together), together
+        return How.ORIGINAL, self._why_not_low(eqn.invars, ins, together), together
 
-    def _why_not_low(self, eqn: Any, ins: list[Standing], together: Standing) -> str:
-        literals = [v.val for v, s in zip(eqn.invars, ins, strict=True) if isinstance(v, Literal) and s is together]
+    def _why_not_low(self, invars: Sequence[Any], ins: Sequence[Standing], together: Standing) -> str:
+        literals = [v.val for v, s in zip(invars, ins, strict=True) if isinstance(v, Literal) and s is together]
         if together in (EXACT, WIDE) and literals:
             fate = "underflows in" if together is EXACT else "is beyond"
             return f"literal {float(literals[0]):g} {fate} {self.compute_dtype.name}"
@@ -250,10 +250,9 @@ class Judge:
         preferred = params.get("preferred_element_type")
         if preferred is not None and not may_lower(np.dtype(preferred), self.compute_dtype):
             return "another result dtype as written"
-        if any(s is not FREE and isinstance(v, Literal) for s, v in zip(ins, invars, strict=True)):
-            return self._why_not_low(
-                eqn, ins, max(s for s, v in zip(ins, invars, strict=True) if isinstance(v, Literal))
-            )
+        worst = max((s for s, v in zip(ins, invars, strict=True) if isinstance(v, Literal)), default=FREE)
+        if worst is not FREE:
+            return self._why_not_low(invars, ins, worst)
         if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
             return "made from positions"
         if _asks_for_precision(params.get("precision")):

@@ -60,6 +60,8 @@ class Event(NamedTuple):
         word = "smallest normal" if self.kind == "underflow" else "largest"
         text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
         text += f"the {word} {self.dtype} is {self.limit:.4g}"
+        if self.kind == "underflow":
+            return text + ("" if self.at_scale_one is None else "\n    A larger scale would keep more of it.")
         if self.at_scale_one is True:
             text += "\n    It is there at scale 1 too: a smaller scale won't help."
         if self.at_scale_one is False:
@@ -100,7 +102,7 @@ class OverflowReport:
         head = f"{self.name} in {self.compute_dtype}" + (f", scale {self.scale:g}" if self.scale is not None else "")
         lines = [f"{head}: {'all finite' if self.finite else 'not finite'}"]
         lines += [f"- {event}" for event in (*self.events[:5], *self.underflows[:5])]
-        if not self:
+        if not self and self.finite:
             lines.append("nothing found")
         if self.events and self.finite:
             lines.append("All results are finite: a mask, or a function with bounds, took it out again.")
@@ -150,12 +152,10 @@ def find_overflow(
         if dynamic_scaler_state is not None:
             check_state("find_overflow", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
-        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in program.arrays):
-            raise TypeError(
-                "find_overflow got a shape or a traced value; expected arrays with numbers in them. Call it outside of "
-                "jit, on the arrays of the step that failed."
-            )
+        program.check_concrete("find_overflow")
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
+        bad = sum(not bool(jnp.isfinite(x).all()) for x in program.arrays if _is_float(x))
+        notes += [f"{bad} of the arguments' arrays are not finite already"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed
         events, outs = _probed(program, underflow, "forward", forward, program.arrays)
         gradients: list[Any] = []

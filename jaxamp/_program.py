@@ -38,6 +38,14 @@ class Program(NamedTuple):
         except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
             return [], [f"no backward pass: {type(error).__name__}: {str(error).splitlines()[0]}"]
 
+    def check_concrete(self, name: str) -> None:
+        """Refuse a call that has no numbers to run on."""
+        if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in self.arrays):
+            raise TypeError(
+                f"{name} got a shape or a traced value; expected arrays with numbers in them. Call it outside of jit, "
+                "on the arrays of one step."
+            )
+
 
 def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """Trace a call and what `amp` makes of it. Nothing is computed."""

@@ -53,9 +53,9 @@ class AmpReport:
 
     @functools.cached_property
     def low_share(self) -> float:
-        """The share in the compute dtype of the FLOPs of matmuls in it or in float32; 1 if there are none."""
-        low, wide = (self.matmul_flops.get(dtype, 0) for dtype in (self.compute_dtype, "float32"))
-        return low / (low + wide) if self.compute_dtype != "float32" and low + wide else 1.0
+        """The share of the FLOPs of matmuls of floats that is in the compute dtype; 1 if there are none."""
+        total = sum(flops for dtype, flops in self.matmul_flops.items() if "float" in dtype)
+        return self.matmul_flops.get(self.compute_dtype, 0) / total if total else 1.0
 
     @functools.cached_property
     def casts(self) -> tuple[Row, ...]:

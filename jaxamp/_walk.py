@@ -65,7 +65,8 @@ class Walker:
             (again,) = self._enter(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
             if not bool(jnp.any(again)):
                 return carry
-            carry, round_ = self._enter(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here), round_ + 1
+            after = self._enter(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here)
+            carry, round_ = [_where(again, new, old) for new, old in zip(after, carry, strict=True)], round_ + 1
 
     def scan(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         consts, carries = scan_counts(eqn.params)
@@ -86,6 +87,13 @@ class Walker:
             for k, aval in enumerate(shapes)
         ]
         return [*carry, *stacked]
+
+
+def _where(again: Any, new: Any, old: Any) -> Any:
+    """Of a mapped loop, the rounds that an example does not take any more leave it as it is."""
+    if not jnp.ndim(again):
+        return new
+    return jnp.where(jnp.reshape(again, jnp.shape(again) + (1,) * (jnp.ndim(new) - jnp.ndim(again))), new, old)
 
 
 def _call(param: str) -> Callable[..., list[Any]]:

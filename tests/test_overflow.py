@@ -90,6 +90,22 @@ def test_a_while_loop_and_a_branch():
     assert report.notes[0].startswith("no backward pass: ValueError: Reverse-mode differentiation does not work")
 
 
+def test_a_mapped_loop_leaves_examples_that_are_done():
+    def loss(w, n):
+        return jax.vmap(lambda k: lax.while_loop(lambda c: c > 1.0, jnp.log, k))(n).sum() * w
+
+    report = find_overflow(loss, backward=False)(jnp.float32(1), jnp.array([2.0, 1e9]))
+    assert report.finite
+    found = jaxamp.compare(loss, backward=False)(jnp.float32(1), jnp.array([2.0, 1e9]))
+    assert found.results[0].error.largest == pytest.approx(0.7966, rel=1e-3)
+
+
+def test_arguments_that_are_not_finite_are_told():
+    report = find_overflow(lambda w, x: jnp.sum(x @ w))(W.at[0, 0].set(jnp.nan), X)
+    assert report.notes == ("1 of the arguments' arrays are not finite already",)
+    assert "nothing found" not in str(report)
+
+
 @jax.custom_vjp
 def custom(x, w):
     return x @ w
@@ -216,6 +232,8 @@ def test_gradients_that_are_flushed_to_zero():
     assert report.underflows[0].share == 1.0
     assert report.underflows[0].phase == "backward"
     assert report.underflows[0].limit == float(jnp.finfo(jnp.float16).smallest_normal)
+    small = jaxamp.DynamicScalerState().as_arrays()._replace(scaler=jnp.float32(2))
+    assert "A larger scale would keep more of it." in str(find_overflow(loss)(W, X, dynamic_scaler_state=small))
     scaled = find_overflow(loss)(W, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
     assert not scaled.underflows
     assert not find_overflow(loss, compute_dtype=jnp.bfloat16)(W, X)

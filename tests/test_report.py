@@ -193,6 +193,14 @@ def test_integers_are_no_business_of_a_report():
     report.check()
 
 
+def test_float64_that_was_left_on_fails_a_check():
+    with jax.enable_x64(True):
+        report = amp_report(lambda w: jnp.sum(w @ w), compute_dtype=jnp.bfloat16)(jnp.ones((8, 8), jnp.float64))
+    assert report.low_share == 0.0
+    with pytest.raises(AssertionError, match="forward dot_general in float64, not in bfloat16"):
+        report.check()
+
+
 def test_aux_is_not_differentiated():
     def loss(w, x):
         h = x @ w
@@ -413,8 +421,8 @@ def test_a_compiled_program_is_checked_too():
         AssertionError, match=r"compiled dot multiplies float32 by float32, not bfloat16 \(scope head/mlp\)"
     ):
         report.check(low="head", compiled=HLO)
-    with pytest.raises(AssertionError, match="the compiled program has no matmul in the scopes that were asked for"):
-        report.check(low="block", compiled="")
+    with pytest.raises(AssertionError, match="the compiled program has no matmul in a scope that matches 'head/none'"):
+        report.check(low=["block", "head/none"], compiled=HLO)
     plain = jax.jit(net).lower(*NET).compile()
     with pytest.raises(AssertionError, match="compiled dot multiplies float32 by float32"):
         report.check(compiled=plain)
