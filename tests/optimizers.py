@@ -1,4 +1,8 @@
-"""What the tests of compressed optimizers share: trees, gradients, and the five optimizers beside Optax's."""
+"""What the tests of compressed optimizers share: trees, gradients, and the five optimizers beside Optax's.
+
+Compiling is what takes time. So arrays are made and compared by NumPy, and tests that need any optimizer take `ADAMW`:
+what is compiled for one of them serves the others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +11,8 @@ import optax
 import pytest
 
 from jaxamp import optim
+
+ADAMW = optim.flash_adamw(1e-2)
 
 # Ours, and what it must be but for the codecs.
 PAIRS = {
@@ -19,18 +25,23 @@ PAIRS = {
 }
 
 
-def tree(dtype, seed=0):
-    """Groups along the last axis, a tail, a scalar."""
+def tree(dtype, seed=0, shape=(4, 64)):
+    """Groups along the last axis, and a tail."""
     rng = np.random.default_rng(seed)
-    shapes = {"w": (4, 64), "odd": (3, 17), "s": ()}
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype) for name, shape in shapes.items()}
+    shapes = {"w": shape, "odd": (3, 17)}
+    return {name: jnp.asarray(rng.normal(size=shape).astype(dtype)) for name, shape in shapes.items()}
+
+
+def wide(tree):
+    """The tree in float32."""
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), tree)
 
 
 def gradients(params, step, seed=1, noise=0.5):
     """Gradients with a direction of their own and noise around it."""
     fixed, rng = np.random.default_rng(seed), np.random.default_rng((seed, step))
     return jax.tree.map(
-        lambda p: jnp.asarray(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape), jnp.float32), params
+        lambda p: jnp.asarray(np.float32(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape))), params
     )
 
 

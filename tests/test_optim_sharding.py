@@ -4,12 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from bits import assert_same_bits
 from faces import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import gradients
+from optimizers import ADAMW, gradients, slowly, tree
 
 from jaxamp import optim
 from jaxamp.optim import Storage
@@ -24,21 +25,25 @@ def mesh(kind=AxisType.Auto):
 
 
 def weights(shape=(64, 256)):
-    return {"w": jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)}
+    return {"w": tree(jnp.bfloat16, shape=shape)["w"]}
 
 
 def sharded(tree, spec, kind=AxisType.Auto):
     return jax.device_put(tree, NamedSharding(mesh(kind), spec))
 
 
-@specs
-@pytest.mark.parametrize("storage", [Storage(together=0), Storage(layout="rows", group_size=16)], ids=["last", "rows"])
-def test_a_step_communicates_nothing(spec, storage):
-    optimizer, plain = optim.flash_adamw(1e-2, storage=storage), weights()
+OPTIMIZERS = {"last": ADAMW, "rows": optim.flash_adamw(1e-2, storage=Storage(layout="rows", group_size=16))}
+CASES = [(layout, name) for layout in OPTIMIZERS for name in SPECS]
+QUICK = [("last", "x"), ("last", "y"), ("last", "xy"), ("rows", "xy")]
+
+
+@pytest.mark.parametrize(("layout", "name"), slowly(CASES, QUICK))
+def test_a_step_communicates_nothing(layout, name):
+    optimizer, spec, plain = OPTIMIZERS[layout], SPECS[name], weights()
     params = sharded(plain, spec)
     state, grads = optimizer.init(params), sharded(gradients(plain, 0), spec)
-    for tree in (state.mu, state.nu, state.correction):
-        assert tree["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+    for like in (state.mu, state.nu, state.correction):
+        assert like["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
     assert tuple(state.scales["w"].sharding.spec) == (None, *spec)
     program = jax.jit(optimizer.step, donate_argnums=()).lower(params, state, grads).compile()
     assert not COLLECTIVES.search(program.as_text())
@@ -49,7 +54,7 @@ def test_a_step_communicates_nothing(spec, storage):
 
 
 def test_the_test_above_would_see_a_collective():
-    optimizer, plain = optim.flash_adamw(1e-2), weights((64, 100))
+    optimizer, plain = ADAMW, weights((64, 100))
     params, grads = sharded(plain, P(None, "y")), sharded(gradients(plain, 0), P(None, "y"))
     text = jax.jit(optimizer.step).lower(params, jax.jit(optimizer.init)(params), grads).compile().as_text()
     assert COLLECTIVES.search(text)
@@ -62,9 +67,12 @@ def test_updates_communicate_nothing():
     assert not COLLECTIVES.search(text)
 
 
+SMALL = {"a": (8, 64), "b": (4, 32)}
+
+
 def test_small_sharded_leaves_communicate_nothing_where_axes_are_explicit():
-    params = sharded({"a": jnp.ones((8, 64)), "b": jnp.ones((4, 32))}, P("x", None), AxisType.Explicit)
-    optimizer = optim.flash_adamw(1e-2)
+    leaves = {name: np.ones(shape, np.float32) for name, shape in SMALL.items()}
+    params, optimizer = sharded(leaves, P("x", None), AxisType.Explicit), ADAMW
     with jax.set_mesh(mesh(AxisType.Explicit)):
         state = jax.jit(optimizer.init)(params)
         assert tuple(state.scales["a"].sharding.spec) == (None, "x", None)
@@ -73,7 +81,7 @@ def test_small_sharded_leaves_communicate_nothing_where_axes_are_explicit():
 
 
 def test_small_leaves_by_themselves_communicate_nothing():
-    params = sharded({"a": jnp.ones((8, 64)), "b": jnp.ones((4, 32))}, P("x", None))
+    params = sharded({name: np.ones(shape, np.float32) for name, shape in SMALL.items()}, P("x", None))
     optimizer = optim.flash_adamw(1e-2, storage=Storage(together=0))
     text = jax.jit(optimizer.step).lower(params, optimizer.init(params), params).compile().as_text()
     assert not COLLECTIVES.search(text)
@@ -81,7 +89,7 @@ def test_small_leaves_by_themselves_communicate_nothing():
 
 @specs
 def test_shardings_of_a_state_are_those_of_its_parameters(spec):
-    optimizer, params = optim.flash_adamw(1e-2), sharded(weights(), spec)
+    optimizer, params = ADAMW, sharded(weights(), spec)
     shardings = optim.state_shardings(optimizer, params, jax.tree.map(lambda x: x.sharding, params))
     state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     eager = optimizer.init(params)
@@ -93,7 +101,7 @@ def test_shardings_of_a_state_are_those_of_its_parameters(spec):
 
 
 def test_parts_without_whole_groups_are_refused():
-    optimizer, params = optim.flash_adamw(1e-2), sharded(weights((64, 96)), P(None, ("x", "y")))
+    optimizer, params = ADAMW, sharded(weights((64, 96)), P(None, ("x", "y")))
     words = r"flash_adamw got the parameter 'w' of shape \(64, 96\) in parts of \(64, 12\)", "expected", "layout='rows'"
     with raises(ValueError, *words, "'quantize': False"):
         optimizer.init(params)
@@ -108,7 +116,7 @@ def test_parts_without_whole_groups_are_refused():
 
 
 def test_a_step_in_shard_map_is_that_of_the_whole():
-    optimizer, plain = optim.flash_adamw(1e-2), weights()
+    optimizer, plain = ADAMW, weights()
     state, grads, spec = optimizer.init(plain), gradients(plain, 0), P("x", "y")
     state_spec = optim.FlashState(P(), *({"w": s} for s in (spec, spec, P(None, "x", "y"), spec)))
     step = jax.shard_map(

@@ -12,7 +12,7 @@ from jaxamp import optim
 
 pytestmark = [pytest.mark.slow, pytest.mark.promotes]
 ROOT = Path(__file__).parent.parent
-SEEDS, CONTEXT = 3, 16
+SEEDS, CONTEXT = 3, 8
 
 
 def dense(key, sizes):
@@ -38,7 +38,7 @@ def digits():
 
 
 def language():
-    """Each byte of the licence from the sixteen before it."""
+    """Each byte of the licence from the eight before it."""
     text = np.frombuffer((ROOT / "LICENSE").read_bytes(), np.uint8).astype(np.int32)
     windows = jnp.asarray(np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1))
 
@@ -78,7 +78,7 @@ def final_losses(task, optimizer, dtype, steps, batch=64):
     return np.asarray(jax.jit(jax.vmap(train))(jnp.arange(SEEDS)))
 
 
-TASKS = {"digits": (digits, 400), "language": (language, 600)}
+TASKS = {"digits": (digits, 400), "language": (language, 400)}
 
 
 @pytest.mark.parametrize("name", TASKS)
