@@ -9,17 +9,21 @@ import optax
 from jax import tree_util as jtu
 
 from .._tree import is_inexact
-from ._codecs import MOMENTUM, VARIANCE, Codec
+from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import groups, groups_of
 from ._paths import flatten, flatten_like
 from ._scales import FORMATS, format_of
 from ._storage import Storage
 from ._weights import LOW, change_of, correction_dtype, join
 
-# What Optax's states call moments: those of both signs, and those that are never negative.
-KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("mu", "trace", "ema", "m"), "momentum"),
-    **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "v"), "variance"),
+# What Optax's states call moments: those of both signs, and those that are never negative. Some mean others by the
+# names. The centred second moment is a difference of two, and would be negative now and then.
+KINDS: Mapping[str, str | None] = {
+    **dict.fromkeys(("mu", "trace", "ema", "m", "m1", "m2"), "momentum"),
+    **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "v", "e_g", "e_x"), "variance"),
+    **dict.fromkeys(("ScaleBySM3State.nu", "ScaleByAdanState.v", "SophiaState.nu"), "momentum"),
+    **dict.fromkeys(("ScaleBySM3State.mu", "ScaleByAdanState.n", "ScaleBySimplifiedAdEMAMixState.n"), "variance"),
+    **{f"ScaleByRStdDev{kind}.{field}": None for kind in ("State", "WithCountState") for field in ("mu", "nu")},
 }
 _STORAGE = Storage()
 
@@ -39,19 +43,20 @@ class CompressedState(NamedTuple):
 
 
 def compress_state(
-    tx: optax.GradientTransformation, *, storage: Storage = _STORAGE, kinds: Mapping[str, str] = KINDS
+    tx: optax.GradientTransformation, *, storage: Storage = _STORAGE, kinds: Mapping[str, str | None] = KINDS
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose moments are stored in bytes. The rest of its state is as it was.
 
-    Moments are found by the names of the fields that hold them, and by their shapes, which are those of parameters.
-    Each step makes float32 of them and writes them again: XLA may hold all of them for a moment, which the optimizers
-    of this package don't.
+    Moments are found by the names of the fields that hold them, in states that are NamedTuples, and by their shapes,
+    which are those of parameters. Each step makes float32 of them and writes them again: XLA may hold all of them for a
+    moment, which the optimizers of this package don't.
 
     Args:
         tx: Any Optax optimizer.
         storage: How moments are stored. Corrections and small arrays are none of its business here.
-        kinds: `"momentum"` for a field with numbers of both signs, `"variance"` for one that is never negative. What is
-            not named is left alone.
+        kinds: `"momentum"` for a field with numbers of both signs, `"variance"` for one that is never negative. A key
+            is the name of a field, or `"State.field"` for the field of one class. What is not named, or named None, is
+            left alone.
 
     >>> import jax.numpy as jnp, optax
     >>> from jaxamp import optim
@@ -60,35 +65,25 @@ def compress_state(
     >>> [round(optim.optimizer_bytes(tx, params).per_parameter, 2) for tx in (plain, compressed)]
     [12.0, 6.13]
     """
-    codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": VARIANCE}
-    if not storage.variance_floor:
-        codecs["variance"] = type(VARIANCE)(floor=False)
+    codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": Variance(storage.variance_floor)}
+    stored_by = {codec.dtype: codec for codec in codecs.values()}
     for field, kind in kinds.items():
-        if kind not in codecs:
+        if kind is not None and kind not in codecs:
             raise ValueError(
                 f"compress_state got {kind!r} for {field!r}; expected 'momentum' or 'variance'. Write "
                 f"kinds={{{field!r}: 'momentum'}}, and leave out fields that are no moments."
             )
     tx = optax.with_extra_args_support(tx)
 
-    def codec_of(path: Any) -> Codec | None:
-        names = [str(getattr(entry, "name", getattr(entry, "key", ""))) for entry in path]
-        kind = next((kinds[name] for name in reversed(names) if name in kinds), None)
-        return None if kind is None else codecs[kind]
-
-    def encode(path: Any, x: Any, count: Any) -> Any:
-        codec = codec_of(path)
-        if codec is None:
-            return x
+    def encode(codec: Codec, x: Any, count: Any) -> Compressed:
         found = groups(x.shape, storage.group_size, storage.layout)
         view = found.view(x.astype(jnp.float32))
         top = codec.top(view, found.view_axis)
         values = found.unview(codec.encode(view, found.spread(top)))
         return Compressed(values, FORMATS[storage.scales].encode(top, count))
 
-    def decode(path: Any, x: Any) -> Any:
-        codec = codec_of(path)
-        if not isinstance(x, Compressed) or codec is None:
+    def decode(x: Any) -> Any:
+        if not is_compressed(x):
             return x
         found = groups_of(x.values.shape, x.scales.shape, storage.group_size)
         if found is None:
@@ -97,26 +92,38 @@ def compress_state(
                 f"groups of {storage.group_size}. Pass the storage that the state was made with."
             )
         scale = found.spread(format_of(x.scales).decode(x.scales))
-        return found.unview(codec.decode(found.view(x.values), scale))
-
-    def is_compressed(x: Any) -> bool:
-        return isinstance(x, Compressed)
+        return found.unview(stored_by[x.values.dtype].decode(found.view(x.values), scale))
 
     def init(params: Any) -> CompressedState:
         shapes = {x.shape for x in jax.tree.leaves(params) if is_inexact(x) and x.size}
+        like: Any = jax.tree.structure(params)
         moment = lambda x: is_inexact(x) and not jnp.iscomplexobj(x) and x.shape in shapes
-        count = jnp.zeros((), jnp.int32)
-        inner = jtu.tree_map_with_path(lambda p, x: encode(p, x, None) if moment(x) else x, tx.init(params))
-        return CompressedState(count, inner)
+
+        def compressed(node: Any, kind: str | None = None) -> Any:
+            if kind is not None:
+                return jax.tree.map(lambda x: encode(codecs[kind], x, None) if moment(x) else x, node)
+            structure: Any = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+            if like == jax.tree.structure(node) or jtu.treedef_is_leaf(structure):
+                return node  # parameters, or something like them: their names are no fields of a state
+            parts = structure.flatten_up_to(node)
+            name, fields = type(node).__name__, getattr(node, "_fields", [""] * len(parts))
+            named = [kinds.get(f"{name}.{field}", kinds.get(field)) for field in fields]
+            return structure.unflatten(map(compressed, parts, named))
+
+        return CompressedState(jnp.zeros((), jnp.int32), compressed(tx.init(params)))
 
     def update(updates: Any, state: CompressedState, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         count = state.count + 1
-        inner = jtu.tree_map_with_path(decode, state.inner, is_leaf=is_compressed)
+        inner = jax.tree.map(decode, state.inner, is_leaf=is_compressed)
         updates, inner = tx.update(updates, inner, params, **extra_args)
-        again = lambda path, old, new: encode(path, new, count) if is_compressed(old) else new
-        return updates, CompressedState(count, jtu.tree_map_with_path(again, state.inner, inner, is_leaf=is_compressed))
+        again = lambda old, new: encode(stored_by[old.values.dtype], new, count) if is_compressed(old) else new
+        return updates, CompressedState(count, jax.tree.map(again, state.inner, inner, is_leaf=is_compressed))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_compressed(x: Any) -> bool:
+    return isinstance(x, Compressed)
 
 
 class MasterState(NamedTuple):
