@@ -212,6 +212,26 @@ def test_fault_11_leaves_that_are_no_floats_stay():
     assert_same_bits((new["n"], new["e"]), (params["n"], params["e"]))
 
 
+def test_none_stays_none():
+    params = {"w": jnp.ones(32, BF16), "none": None}
+    optimizer = flashoptim.flash_adamw()
+    state = optimizer.init(params)
+    assert all(tree["none"] is None for tree in (state.mu, state.nu, state.ecc))
+    weights = jax.jit(flashoptim.reconstruct_weights)(params, state.ecc)
+    assert_same_bits(flashoptim.set_fp32_params(weights, params), (params, state.ecc))
+    saved = flashoptim.flash_adamw_state_dict(state)
+    assert_same_bits(flashoptim.load_flash_adamw_state_dict(saved), state)
+
+
+def test_its_states_are_stepped(adamw):
+    """A state of its classes, as it is: the next step is that of a state of ours."""
+    _, _, (params, theirs) = adamw
+    optimizer = flashoptim.flash_adamw()
+    ours = flashoptim.load_flash_adamw_state_dict(flashoptim.flash_adamw_state_dict(theirs))
+    step, grads = jax.jit(optimizer.step), gradients(params, STEPS)
+    assert_same_bits(step(params, theirs, grads), step(params, ours, grads))
+
+
 def test_fault_12_errors_name_the_leaf():
     optimizer, params = flashoptim.flash_adamw(), {"w": jnp.ones(32, BF16)}
     state = optimizer.init({"v": jnp.ones(32, BF16)})
@@ -224,6 +244,10 @@ def test_fault_12_errors_name_the_leaf():
         optimizer.step(params, (), params)
     with raises(ValueError, "master_weight_bits=24 for float32 parameters alone, such as 'w'"):
         optimizer.init({"w": jnp.ones(32)})
+    with raises(ValueError, "flashoptim got master_weight_bits=16; expected None, 24 or 32", "Write"):
+        flashoptim.flash_adamw(master_weight_bits=16)
+    with raises(ValueError, "flashoptim got master_weight_bits=16; expected None, 24 or 32", "Write"):
+        flashoptim.split_leaf(jnp.ones(3), BF16, 16)
     with raises(ValueError, "flash_sgdw got nesterov=True with momentum=0.0", "expected a momentum", "Write"):
         flashoptim.flash_sgdw(nesterov=True)
     with raises(ValueError, r"\(3,\) scales for values of shape \(64,\); expected \(2,\)", "Pass the group size"):

@@ -246,6 +246,16 @@ def test_leaves_of_all_kinds(name, together):
     assert jax.tree.structure(applied) == jax.tree.structure(params)
 
 
+def test_updates_of_a_model_with_functions_are_applied_by_equinox():
+    model = {"w": jnp.ones(32), "act": jax.nn.relu, "key": jax.random.key(0), "n": jnp.int32(3), "none": None}
+    grads = eqx.filter(model, eqx.is_inexact_array)
+    updates, _ = eqx.filter_jit(ADAMW.update)(grads, ADAMW.init(model), model)
+    new = eqx.apply_updates(model, updates)
+    assert (new["act"], new["none"], int(new["n"])) == (jax.nn.relu, None, 3)
+    assert float(new["w"][0]) < 1
+    assert optim.optimizer_bytes(ADAMW, model) == optim.optimizer_bytes(ADAMW, grads)
+
+
 def test_a_leaf_without_a_gradient_stays():
     params = {"w": jnp.ones(32), "frozen": jnp.ones(32)}
     state = ADAMW.init(params)
@@ -385,7 +395,7 @@ def test_state_of_another_tree_is_refused_by_name():
         optimizer.step(params, state, grads)
     state = optimizer.init({"a": jnp.ones(64), "b": jnp.ones((2, 32))})
     with raises(
-        ValueError, r"got a state with mu \(2, 32\).* for 'b', which is of shape \(64,\); expected", "Write state"
+        ValueError, r"got a state with mu \(2, 32\).* for 'b', which is of shape \(64,\) and in", "Write state"
     ):
         optimizer.step(params, state, grads)
     state = optim.flash_lion(1e-3).init(params)
@@ -393,6 +403,19 @@ def test_state_of_another_tree_is_refused_by_name():
         optimizer.step(params, state, grads)
     with raises(TypeError, "flash_adamw got tuple as its state; expected a FlashState", "Write state = "):
         optimizer.step(params, (), grads)
+
+
+def test_state_that_a_leaf_can_not_have_is_refused():
+    params = {"w": jnp.ones(32, BF16)}
+    state = ADAMW.init(params)
+    words = "flash_adamw got a state with", "for 'w'", "expected mu and nu of that shape in groups of 32"
+    with raises(ValueError, *words, "without a correction. Write state"):
+        ADAMW.step({"w": jnp.ones(32)}, state, params)
+    for missing in ("scales", "correction"):
+        with raises(ValueError, *words, "with a correction. Write state"):
+            ADAMW.step(params, state._replace(**{missing: {"w": None}}), params)
+    with raises(ValueError, r"with mu \(32,\) in uint8, nu \(32,\) in int8", "for 'w'", "Write state"):
+        ADAMW.step(params, state._replace(mu=state.nu, nu=state.mu), params)
 
 
 def test_gradients_of_another_tree_are_refused_by_name():
@@ -424,6 +447,8 @@ def test_hyperparameters_that_are_none_are_refused():
     for momentum, dampening in ((None, 0.0), (0.9, 0.5)):
         with raises(ValueError, "flash_sgd got nesterov=True with momentum=", "expected a momentum, and no dampening"):
             optim.flash_sgd(0.1, momentum=momentum, nesterov=True, dampening=dampening)
+    with raises(ValueError, "flash_sgdw got nesterov=True with momentum=None", "expected a momentum, and no dampening"):
+        optim.flash_sgdw(0.1, param_groups=[{"params": "w", "nesterov": True}])
 
 
 def test_groups_that_select_nothing_or_set_nothing_are_refused():

@@ -16,18 +16,15 @@ What differs from flashoptim-jax 0.1.0, each for a fault of it:
 1. Corrections are right under `jit` on a GPU without its kernels. There, XLA drops the cast to bfloat16 and back, and
    all of its corrections are zero.
 2. The parameter of a step is the weight rounded, and its correction is for that parameter. Its plain path adds a
-rounded
-   difference, and the correction is for another value.
+   rounded difference, and the correction is for another value.
 3. Gradients in bfloat16 and float16 are read as they are, not cast in a pass of their own.
 4. Powers of two are made of exponent bits, not by `ldexp`.
 5. Arrays are not flattened: an array that is sharded in whole groups is stepped where it is. Its step gathers all of
-them
-   on each device. Scales are flat in this format, and are moved where the last axis is sharded; those of `jaxamp.optim`
-   are not.
+   them on each device. Scales are flat in this format, and are gathered where the last axis is sharded: 4 bytes of each
+   32 parameters. Those of `jaxamp.optim` never are.
 6. `step` takes `scale` and `ok`, to unscale gradients and to skip a step, without a copy of parameters and state.
 7. A second moment that is not zero is not stored as zero. Its steps can be 250 times too long where gradients in a
-group
-   span decades. `variance_floor=False` is its behaviour.
+   group span decades. `variance_floor=False` is its behaviour.
 8. Scales are float16, as published, and too small or too large ones are lost: the format is kept here, and mended in
    `jaxamp.optim`.
 9. `fused` makes no difference: one implementation serves all devices, and each positive group size.
@@ -52,7 +49,7 @@ from ..optim._paths import check_groups, flatten, flatten_like
 from ..optim._rules import ADAM, ADAMW, LION, SGD, SGDW, Rule
 from ..optim._storage import FIELDS, Storage
 from .compression import cast_tree_bf16 as cast_tree_bf16
-from .compression import no_ecc_leaf
+from .compression import check_bits, no_ecc_leaf
 from .compression import reconstruct_leaf as reconstruct_leaf
 from .compression import reconstruct_weights as reconstruct_weights
 from .compression import set_fp32_params as set_fp32_params
@@ -183,7 +180,7 @@ def flash_sgd(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """SGD, with weight decay in the gradient. `fused` makes no difference."""
-    hyper = sgd_hyper(SGD.name, learning_rate, momentum, nesterov, dampening, weight_decay)
+    hyper = sgd_hyper(learning_rate, momentum, nesterov, dampening, weight_decay)
     return _face(FlashSGDState, SGD, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
 
 
@@ -200,7 +197,7 @@ def flash_sgdw(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """SGD, with weight decay apart from the gradient. `fused` makes no difference."""
-    hyper = sgd_hyper(SGDW.name, learning_rate, momentum, nesterov, dampening, weight_decay)
+    hyper = sgd_hyper(learning_rate, momentum, nesterov, dampening, weight_decay)
     return _face(FlashSGDState, SGDW, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
 
 
@@ -221,6 +218,7 @@ def flash_lion(
 
 
 def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> Storage:
+    check_bits(bits)
     return Storage(quantize, bits, group_size, variance_floor=floor, scales="float16", layout="flat")
 
 
@@ -243,13 +241,17 @@ def _face(kind: Any, rule: Rule, hyper: Any, storage: Storage, param_groups: Par
 
 
 def _outside(kind: Any, core: _Core, params: Any, state: FlashState) -> Any:
-    """Scales apart for each moment, in the order of the entries; an int32 zero where there is nothing."""
-    _, _, structure = flatten(params)
+    """Scales apart for each moment, in the order of the entries; an int32 zero where a leaf has nothing."""
+    _, leaves, structure = flatten(params)
     columns = zip(*(structure.flatten_up_to(getattr(state, field)) for field in LeafState._fields), strict=True)
     rows = [LeafState(*column) for column in columns]
     moments = [[_moment(row, i) for row in rows] for i in range(2 if kind is FlashAdamState else 1)]
     corrections = [no_ecc_leaf() if row.correction is None else row.correction for row in rows]
-    return kind(state.count, *map(structure.unflatten, moments), structure.unflatten(corrections))
+    trees = (
+        structure.unflatten([None if leaf is None else x for leaf, x in zip(leaves, column, strict=True)])
+        for column in (*moments, corrections)
+    )
+    return kind(state.count, *trees)
 
 
 def _moment(row: LeafState, i: int) -> Any:
@@ -271,9 +273,9 @@ def _inside(core: _Core, params: Any, state: Any) -> FlashState:
     rows = []
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         stored = [column[i] for column in moments]
-        arrays = [x.values if isinstance(x, QuantizedArray) else None if _is_nothing(x) else x for x in stored]
+        arrays = [x.values if _is_quantized(x) else None if _is_nothing(x) else x for x in stored]
         scales = None
-        if isinstance(stored[0], QuantizedArray):
+        if _is_quantized(stored[0]):
             found = groups(leaf.shape, core.storage(path, leaf).group_size, "flat")
             scales = jnp.stack([x.scales for x in stored])
             if scales.size == len(stored) * math.prod(found.scales_shape):
@@ -283,18 +285,23 @@ def _inside(core: _Core, params: Any, state: Any) -> FlashState:
     return as_trees(jnp.asarray(state.count, jnp.int32), rows, structure)
 
 
+def _is_quantized(x: Any) -> bool:
+    """Whether it is a `QuantizedArray`: ours, or flashoptim-jax's."""
+    return type(x).__name__ == "QuantizedArray" and isinstance(x, tuple)
+
+
 def _is_nothing(x: Any) -> bool:
-    return not isinstance(x, QuantizedArray) and jnp.shape(x) == () and jnp.asarray(x).dtype == jnp.int32
+    return x is None or (not _is_quantized(x) and jnp.shape(x) == () and jnp.asarray(x).dtype == jnp.int32)
 
 
 # -- state dicts
 
 
 def _to_dict(tree: Any) -> dict[str, Any]:
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_quantized)
     entries = [
         {"kind": "quantized", **leaf._asdict()}
-        if isinstance(leaf, QuantizedArray)
+        if _is_quantized(leaf)
         else {"kind": "array", "value": jnp.asarray(leaf)}
         for leaf in leaves
     ]

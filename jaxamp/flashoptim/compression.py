@@ -16,6 +16,13 @@ def no_ecc_leaf() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
+def check_bits(bits: Any) -> None:
+    if isinstance(bits, bool) or bits not in (None, 24, 32):
+        raise ValueError(
+            f"flashoptim got master_weight_bits={bits!r}; expected None, 24 or 32. Write master_weight_bits=24."
+        )
+
+
 def cast_tree_bf16(tree: Any) -> Any:
     """A pytree with its floats in bfloat16."""
     return cast_floating(tree, jnp.bfloat16)
@@ -30,6 +37,7 @@ def split_leaf(
     theta: Any, narrow_dtype: Any = jnp.bfloat16, master_weight_bits: int | None = 24
 ) -> tuple[jax.Array, jax.Array]:
     """A float32 array as a parameter and its correction, if it can have one."""
+    check_bits(master_weight_bits)
     theta = jnp.asarray(theta, jnp.float32)
     bits = Storage(master_weight_bits=master_weight_bits).bits_for(narrow_dtype)  # type: ignore[arg-type]
     if bits is None:
@@ -49,12 +57,13 @@ def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
 
 
 def set_fp32_params(fp32_params: Any, param_template: Any, master_weight_bits: int | None = 24) -> tuple[Any, Any]:
-    """Trees of parameters and corrections from float32 weights, in the dtypes of a template."""
+    """Trees of parameters and corrections from float32 weights, in the dtypes of a template. None stays None."""
     _, leaves, structure = flatten(param_template)
     instead = "Pass two trees of the same structure."
     weights = flatten_like("set_fp32_params", "fp32_params", fp32_params, param_template, structure, instead)
     pairs = [
-        split_leaf(x, jnp.asarray(like).dtype, master_weight_bits) for x, like in zip(weights, leaves, strict=True)
+        (None, None) if like is None else split_leaf(x, jnp.asarray(like).dtype, master_weight_bits)
+        for x, like in zip(weights, leaves, strict=True)
     ]
     params, corrections = ([pair[i] for pair in pairs] for i in (0, 1))
     return structure.unflatten(params), structure.unflatten(corrections)

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -36,8 +37,13 @@ def optimizer_bytes(optimizer: Any, params: Any) -> Bytes:
     5.125
     """
     floats = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
-    state = jax.eval_shape(optimizer.init, params)
+    state = state_shapes(optimizer, params)
     return Bytes(sum(x.size for x in floats), _bytes(floats), _bytes(jax.tree.leaves(state)))
+
+
+def state_shapes(optimizer: Any, params: Any) -> Any:
+    """What `init` returns, as shapes and dtypes; leaves that are no arrays may be among the parameters."""
+    return eqx.filter_eval_shape(optimizer.init, params)
 
 
 def _bytes(leaves: list[Any]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._optimizer import FlashOptimizer, make
-from ._rules import ADAM, ADAMW, LION, SGD, SGDW, is_zero
+from ._rules import ADAM, ADAMW, LION, SGD, SGDW
 from ._storage import Storage
 
 ScalarOrSchedule = float | Any | Callable[[Any], Any]
@@ -58,7 +58,9 @@ def flash_adamw(
     - What changes an update after this transformation in an `optax.chain` makes the parameter another one than the
       correction is for. The weight is off by half a unit of the parameter at most. Put it last, as `optax.chain(clip,
       flash_adamw(...))` does.
-    - Updates are float32 and must be added in float32, as `optax.apply_updates` and `jaxamp.update_if_finite` do.
+    - Updates are float32 and must be added in float32, as `optax.apply_updates` and `jaxamp.update_if_finite` do. What
+      chooses between updates and gradients, as `optax.apply_if_finite` does, wants these in float32 too:
+      `jaxamp.cast_floating(grads, jnp.float32)`. Or pass `ok`.
     - `optax.inject_hyperparams` makes numbers of the dtype of the parameters. In bfloat16 `b2=0.999` is 1: pass it
       `hyperparam_dtype=jnp.float32`.
     - A step with a gradient that is not finite makes parameters that are not finite, and moments that are. Pass `ok`.
@@ -95,9 +97,7 @@ def flash_sgd(
     Weight decay is a part of the gradient. Without momentum there is no state but the correction. The rest is as for
     `flash_adamw`.
     """
-    return make(
-        SGD, sgd_hyper(SGD.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
-    )
+    return make(SGD, sgd_hyper(learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups)
 
 
 def flash_sgdw(
@@ -111,9 +111,7 @@ def flash_sgdw(
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
     """`flash_sgd` with the weight decay of AdamW, apart from the gradient."""
-    return make(
-        SGDW, sgd_hyper(SGDW.name, learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
-    )
+    return make(SGDW, sgd_hyper(learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups)
 
 
 def flash_lion(
@@ -134,14 +132,7 @@ def adam_hyper(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any
     return {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
 
 
-def sgd_hyper(
-    name: str, learning_rate: Any, momentum: Any, nesterov: bool, dampening: Any, weight_decay: Any
-) -> dict[str, Any]:
-    if nesterov and (is_zero(momentum) or not is_zero(dampening)):
-        raise ValueError(
-            f"{name} got nesterov=True with momentum={momentum!r} and dampening={dampening!r}; expected a momentum, "
-            f"and no dampening. Write {name}(0.1, momentum=0.9, nesterov=True)."
-        )
+def sgd_hyper(learning_rate: Any, momentum: Any, nesterov: bool, dampening: Any, weight_decay: Any) -> dict[str, Any]:
     return {
         "learning_rate": learning_rate,
         "momentum": momentum,

@@ -22,10 +22,10 @@ from ._codecs import MOMENTUM, VARIANCE, Codec
 from ._layout import Groups, groups, groups_of, whole
 from ._leaf import How, LeafState, step_leaf
 from ._paths import check_groups, flatten, flatten_like, group_of, name_of, segments
-from ._rules import Rule, scalars_of
+from ._rules import Rule, is_zero, scalars_of
 from ._scales import FORMATS
 from ._storage import FIELDS, SERVED, Storage
-from ._weights import correction_dtype
+from ._weights import LOW, correction_dtype
 
 
 class FlashState(NamedTuple):
@@ -91,8 +91,8 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
             f"{rule.name}(1e-3, storage=jaxamp.optim.Storage(master_weight_bits=32))."
         )
     listed = check_groups(rule.name, param_groups, lambda key: key in hyper or key in FIELDS)
-    for settings in (hyper, *listed):
-        for key, value in settings.items():
+    for given in (hyper, *listed):
+        for key, value in given.items():
             if key in hyper:
                 _check_hyper(rule.name, key, value)
     everywhere = Settings(None, hyper, storage)
@@ -104,6 +104,8 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         )
         for i, group in enumerate(listed)
     ]
+    for settings in (everywhere, *of_group):
+        _check_nesterov(rule.name, **settings.hyper)
 
     def settings_of(path: Any, leaf: Any) -> Settings:
         i = group_of(listed, segments(path), leaf)
@@ -126,7 +128,7 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         scale, ok = _check_factor(rule.name, scale), _check_ok(rule.name, ok)
         how = _hows(rule, state.count, scale, ok, delta)
         tasks: list[tuple[int, Settings, Leaf]] = []
-        out: list[Any] = [jnp.zeros_like(x) if delta and hasattr(x, "dtype") else x for x in leaves]
+        out: list[Any] = [_no_change(x) for x in leaves] if delta else list(leaves)
         for i, (path, leaf, grad, old) in enumerate(zip(paths, leaves, given, states, strict=True)):
             settings = settings_of(path, leaf)
             if not is_inexact(leaf) or leaf.size == 0 or grad is None:
@@ -188,7 +190,8 @@ def scales_sharding(sharding: Any, found: Groups) -> NamedSharding | None:
     """How scales are sharded, given how their array is."""
     if not isinstance(sharding, NamedSharding):
         return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*(() if found.axis is None else (None, *sharding.spec))))
+    spec = PartitionSpec(*(() if found.axis is None else (None, *sharding.spec)))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def as_trees(count: jax.Array, states: list[LeafState], structure: Any) -> FlashState:
@@ -246,6 +249,12 @@ def _stepped(how: How, part: list[tuple[int, Settings, Leaf]]) -> list[tuple[jax
     return unpack(leaves, *step_leaf(how, *pack(leaves)))
 
 
+def _no_change(x: Any) -> Any:
+    """The change of a leaf that no step is taken for; None, as Equinox has it, where nothing can be added."""
+    is_number = hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return jnp.zeros_like(x) if is_number else None
+
+
 def _sharding(x: Any) -> NamedSharding | None:
     """How an array is cut into parts, where that is known: under `jit`, it is known of explicit axes alone."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
@@ -267,6 +276,16 @@ def _check_hyper(name: str, key: str, value: Any) -> None:
             "schedule for the learning rate, as in optax.cosine_decay_schedule(1e-3, 1000)."
         )
     _check_scalar(name, key, value, "as it was given")
+
+
+def _check_nesterov(
+    name: str, *, nesterov: bool = False, momentum: Any = None, dampening: Any = 0.0, **other: Any
+) -> None:
+    if nesterov and (is_zero(momentum) or not is_zero(dampening)):
+        raise ValueError(
+            f"{name} got nesterov=True with momentum={momentum!r} and dampening={dampening!r}; expected a momentum, "
+            f"and no dampening. Write {name}(0.1, momentum=0.9, nesterov=True)."
+        )
 
 
 def _check_scalar(name: str, key: str, value: Any, where: str) -> None:
@@ -340,14 +359,20 @@ def _check_leaf(
     expected = set(rule.moments(settings.hyper))
     arrays = {field: x for field, x in state._asdict().items() if x is not None}
     found: Groups | None = groups(param.shape, size, layout)
+    dtypes = dict.fromkeys(("mu", "nu"), jnp.dtype(jnp.float32))
     if state.scales is not None:
         found = groups_of(param.shape, state.scales.shape[1:], size)
+        dtypes = {"mu": MOMENTUM.dtype, "nu": VARIANCE.dtype}
     fits = all(x.shape == param.shape for field, x in arrays.items() if field != "scales")
+    fits &= all(arrays[field].dtype == dtype for field, dtype in dtypes.items() if field in arrays)
+    corrected = settings.storage.bits_for(param.dtype) is not None
+    fits &= param.dtype in LOW if state.correction is not None else not corrected
     if found is None or not fits or expected != set(arrays) - {"scales", "correction"}:
-        shapes = ", ".join(f"{field} {x.shape}" for field, x in arrays.items()) or "nothing"
+        given = ", ".join(f"{field} {x.shape} in {x.dtype}" for field, x in arrays.items()) or "nothing"
         raise ValueError(
-            f"{rule.name} got a state with {shapes} for {name_of(path)!r}, which is of shape {param.shape}; expected "
-            f"{' and '.join(sorted(expected)) or 'no moments'} of that shape in groups of {size}. {instead}"
+            f"{rule.name} got a state with {given} for {name_of(path)!r}, which is of shape {param.shape} and in "
+            f"{param.dtype}; expected {' and '.join(sorted(expected)) or 'no moments'} of that shape in groups of "
+            f"{size}, {'with a' if corrected else 'without a'} correction. {instead}"
         )
     return found
 
