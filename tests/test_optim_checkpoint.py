@@ -83,6 +83,14 @@ def test_arrays_of_another_tree_or_format_are_refused(run):
         optim.from_arrays(arrays, {"low": {"w": 0}, "half": {"w": 0}, "full": {"w": 0}})
 
 
+def test_arrays_without_a_count_and_names_that_two_leaves_have_are_refused():
+    params = {"a/b": jnp.ones(32), "a": {"b": jnp.ones(32)}}
+    with raises(ValueError, "to_arrays got two leaves of the name 'params/a/b'; expected one of each", "Rename"):
+        optim.to_arrays(params, ADAMW.init(params))
+    with raises(ValueError, "from_arrays got no array 'count'; expected the number of steps", "Pass all"):
+        optim.from_arrays({"format": 1}, {})
+
+
 def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(tmp_path):
     optimizer, params = ADAMW, {"w": tree(BF16)["w"]}
     whole = trained(optimizer, params, 4)
@@ -137,6 +145,15 @@ def test_float32_of_another_tree_is_refused():
     optimizer, params = ADAMW, {"w": jnp.ones(32)}
     with raises(ValueError, "from_float32 got weights without a leaf for 'w'", "expected", "Pass what"):
         optim.from_float32(optimizer, optim.Float32(0, {}, None, None), params)
+    for trees, given in (
+        (({"w": jnp.ones(3)}, None), r"an array of shape \(3,\)"),
+        (({"w": None}, None), "None"),
+        ((params, {"w": jnp.ones(3)}), r"an array of shape \(3,\)"),
+    ):
+        with raises(ValueError, f"from_float32 got {given} for 'w'; expected an array of shape", "Pass what"):
+            optim.from_float32(optimizer, optim.Float32(0, *trees, None), params)
+    with raises(ValueError, "to_layout got the layout 'first'; expected one of 'last'", "Write to_layout"):
+        optim.to_layout(optimizer, params, optimizer.init(params), "first")
     with raises(ValueError, "float32_weights got corrections without a leaf for 'w'", "expected", "Pass the"):
         optim.float32_weights(params, optimizer.init({}))
     state = optim.flash_adamw(1e-2, storage=Storage(group_size=16)).init(params)
@@ -144,6 +161,20 @@ def test_float32_of_another_tree_is_refused():
         ValueError, r"got scales of shape \(2, 2\) for an array of shape \(32,\); expected groups of 32", "Pass"
     ):
         optim.to_float32(optimizer, params, state)
+
+
+def test_float32_is_stored_as_the_optimizer_stores_it():
+    """Floor or not; an empty leaf has no correction; shapes will do for what the parameters are to be like."""
+    like = {"w": jax.ShapeDtypeStruct((32,), BF16), "empty": jax.ShapeDtypeStruct((0, 3), BF16), "none": None}
+    weights = {"w": np.ones(32, np.float32), "empty": np.zeros((0, 3), np.float32), "none": None}
+    moments = {**weights, "w": np.float32([1.0] + [1e-12] * 31)}
+    for floor in (True, False):
+        optimizer = optim.flash_adamw(1e-3, storage=Storage(variance_floor=floor))
+        restore = jax.jit(lambda f, optimizer=optimizer: optim.from_float32(optimizer, f, like))
+        params, state = restore(optim.Float32(0, weights, moments, moments))
+        assert params["w"].dtype == BF16
+        assert state.nu["w"].tolist() == [255] + [int(floor)] * 31
+        assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
 
 
 # -- layouts

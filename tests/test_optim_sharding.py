@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import ADAMW, gradients, slowly, tree
 
-from jaxamp import optim
+from jaxamp import flashoptim, optim
 from jaxamp.optim import Storage
 
 COLLECTIVES = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
@@ -32,6 +32,7 @@ def sharded(tree, spec, kind=AxisType.Auto):
     return jax.device_put(tree, NamedSharding(mesh(kind), spec))
 
 
+FACE = flashoptim.flash_adamw(1e-2)
 OPTIMIZERS = {"last": ADAMW, "rows": optim.flash_adamw(1e-2, storage=Storage(layout="rows", group_size=16))}
 CASES = [(layout, name) for layout in OPTIMIZERS for name in SPECS]
 QUICK = [("last", "x"), ("last", "y"), ("last", "xy"), ("rows", "xy")]
@@ -98,6 +99,36 @@ def test_shardings_of_a_state_are_those_of_its_parameters(spec):
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     again = optim.state_shardings(optimizer, structs, jax.tree.map(lambda x: x.sharding, params))
     assert again == shardings
+
+
+def test_shardings_of_leaves_of_all_kinds():
+    params = {"w": weights()["w"], "act": jax.nn.relu, "none": None}
+    host = NamedSharding(mesh(), P("x", None), memory_kind="pinned_host")
+    found = optim.state_shardings(ADAMW, params, {"w": host, "act": None, "none": None})
+    assert (found.mu["w"], found.mu["act"]) == (host, None)
+    assert found.scales["w"] == NamedSharding(mesh(), P(None, "x", None), memory_kind="pinned_host")
+    for wrong in (None, P("x", None)):
+        with raises(TypeError, "state_shardings got", "for 'w'; expected a sharding", "Write jax.tree.map"):
+            optim.state_shardings(ADAMW, params, {"w": wrong, "act": None, "none": None})
+
+
+@pytest.mark.parametrize("name", ["x", "xy"])
+def test_the_published_state_is_sharded_like_its_parameters(name):
+    """Its scales are flat: where the last axis is sharded, they alone are gathered."""
+    spec, plain = SPECS[name], weights()
+    params, grads = sharded(plain, spec), sharded(gradients(plain, 0), spec)
+    state = FACE.init(params)
+    program = jax.jit(FACE.step).lower(params, state, grads).compile()
+    moved = [line for line in program.as_text().splitlines() if re.search(rf"({COLLECTIVES.pattern})\(", line)]
+    assert all(re.search(r"= f16\[1,16,8\]", line) for line in moved)  # the scales of a quarter of the rows
+    assert len(moved) == (2 if name == "xy" else 0)
+    got = program(params, state, grads)
+    for x in (state, got[1]):
+        for like in (x.mu["w"].values, x.nu["w"].values, x.ecc["w"]):
+            assert like.sharding.is_equivalent_to(params["w"].sharding, 2)
+        assert x.mu["w"].scales.sharding.is_equivalent_to(NamedSharding(mesh(), P("x")), 1)
+    expected = jax.jit(FACE.step)(plain, FACE.init(plain), gradients(plain, 0))
+    assert_same_bits(jax.device_get(got), jax.device_get(expected))
 
 
 def test_parts_without_whole_groups_are_refused():

@@ -31,9 +31,15 @@ def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
     trees = {"params": params, **{field: getattr(state, field) for field in _FIELDS}}
     for field, tree in trees.items():
         paths, leaves, _ = flatten(tree)
-        arrays |= {
-            f"{field}/{name_of(path)}": leaf for path, leaf in zip(paths, leaves, strict=True) if hasattr(leaf, "dtype")
-        }
+        for path, leaf in zip(paths, leaves, strict=True):
+            name = f"{field}/{name_of(path)}"
+            if name in arrays:
+                raise ValueError(
+                    f"to_arrays got two leaves of the name {name!r}; expected one of each, where the keys of a path "
+                    "are joined by '/'. Rename the key that has a '/' in it."
+                )
+            if hasattr(leaf, "dtype"):
+                arrays[name] = leaf
     return arrays
 
 
@@ -47,6 +53,10 @@ def from_arrays(arrays: Mapping[str, Any], params: Any) -> tuple[Any, FlashState
         raise ValueError(
             f"from_arrays got {'no format' if found is None else f'the format {int(found)}'}; expected format "
             f"{FORMAT}. Pass what to_arrays returned, with the same version of jaxamp or a newer one."
+        )
+    if "count" not in arrays:
+        raise ValueError(
+            "from_arrays got no array 'count'; expected the number of steps. Pass all of what to_arrays returned."
         )
     paths, leaves, structure = flatten(params)
     names = [name_of(path) for path in paths]

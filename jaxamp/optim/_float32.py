@@ -4,16 +4,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._tree import is_inexact
-from ._codecs import MOMENTUM, VARIANCE, Codec
-from ._layout import Groups, Layout, groups, groups_of
+from ._bytes import state_shapes
+from ._codecs import MOMENTUM, VARIANCE, Codec, Variance
+from ._layout import LAYOUTS, Groups, Layout, groups, groups_of
 from ._leaf import LeafState, decoded
 from ._optimizer import FlashOptimizer, FlashState, as_trees, leaf_states
-from ._paths import flatten, flatten_like
+from ._paths import flatten, flatten_like, name_of
 from ._scales import format_of
 from ._storage import Storage
-from ._weights import LOW, correction_dtype, join, rounded, split
+from ._weights import LOW, join, rounded, split
 
 _CODECS: tuple[Codec, ...] = (MOMENTUM, VARIANCE)
 _INSTEAD = "Pass the parameters and the state that a step has returned together."
@@ -75,32 +77,34 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
 def from_float32(optimizer: FlashOptimizer, float32: Float32, like: Any) -> tuple[Any, FlashState]:
     """Parameters, in the dtypes of `like`, and a state, from weights and moments in float32.
 
-    What `to_float32` returned comes back as the same weights and moments. A moment that is None is zero.
+    What `to_float32` returned comes back as the same weights and moments. A moment that is None is zero. The leaves of
+    `like` may be `jax.ShapeDtypeStruct`s.
     """
     paths, leaves, structure = flatten(like)
     name, instead = "from_float32", "Pass what to_float32 returned, or trees like the parameters."
     weights = flatten_like(name, "weights", float32.weights, like, structure, instead)
-    fresh = leaf_states(name, optimizer.init(like), like, structure, instead)
+    fresh = leaf_states(name, state_shapes(optimizer, like), like, structure, instead)
     given = [
         [None] * len(leaves) if tree is None else flatten_like(name, f"{field} is", tree, like, structure, instead)
         for field, tree in (("mu", float32.mu), ("nu", float32.nu))
     ]
     params, states = [], []
     for path, leaf, x, mu, nu, old in zip(paths, leaves, weights, *given, fresh, strict=True):
-        if not is_inexact(leaf):
+        if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)):
             params.append(leaf)
             states.append(old)
             continue
-        storage, x = optimizer.storage(path, leaf), jnp.asarray(x, jnp.float32)
-        param, correction = _written(x, leaf.dtype, storage)
+        storage = optimizer.storage(path, leaf)
+        read = lambda m, path=path, leaf=leaf: _array(m, name_of(path), leaf.shape)
+        param, correction = _written(read(x), leaf.dtype, None if old.correction is None else old.correction.dtype)
         moments = [
-            jnp.zeros(leaf.shape, jnp.float32) if m is None else jnp.asarray(m, jnp.float32)
+            jnp.zeros(leaf.shape, jnp.float32) if m is None else read(m)
             for m, stored in ((mu, old.mu), (nu, old.nu))
             if stored is not None
         ]
         found = None if old.scales is None else groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
         params.append(param)
-        states.append(_compressed(moments, old, found)._replace(correction=correction))
+        states.append(_compressed(moments, old, storage, found)._replace(correction=correction))
     count = jnp.asarray(float32.count, jnp.int32)
     return structure.unflatten(params), as_trees(count, states, structure)
 
@@ -111,6 +115,11 @@ def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout:
     An optimizer goes on with state of any layout. Where the groups change, moments are rounded once more; from `"flat"`
     to `"last"` and back they don't, if the last axis is divisible.
     """
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"to_layout got the layout {layout!r}; expected one of {', '.join(map(repr, LAYOUTS))}. Write "
+            "to_layout(optimizer, params, state, 'rows')."
+        )
     paths, leaves, structure = flatten(params)
     states = leaf_states("to_layout", state, params, structure, _INSTEAD)
     for i, (path, leaf, old) in enumerate(zip(paths, leaves, states, strict=True)):
@@ -120,7 +129,7 @@ def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout:
         found = groups(leaf.shape, storage.group_size, layout)
         before = groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
         if before != found:
-            states[i] = _compressed(_moments(old, storage, leaf), old, found)
+            states[i] = _compressed(_moments(old, storage, leaf), old, storage, found)
     return as_trees(state.count, states, structure)
 
 
@@ -139,20 +148,31 @@ def _moments(state: LeafState, storage: Storage, leaf: Any) -> list[jax.Array]:
     return [found.unview(m) for m in decoded(viewed, _CODECS, found)]
 
 
-def _compressed(moments: list[jax.Array], like: LeafState, found: Groups | None) -> LeafState:
+def _compressed(moments: list[jax.Array], like: LeafState, storage: Storage, found: Groups | None) -> LeafState:
     """Moments as a leaf stores them."""
+    codecs: tuple[Codec, ...] = (MOMENTUM, Variance(storage.variance_floor))
     names = [name for name in ("mu", "nu") if getattr(like, name) is not None]
     if found is None or like.scales is None:
         return like._replace(**dict(zip(names, moments, strict=True)))
     form = format_of(like.scales)
     views = [found.view(m) for m in moments]
-    tops = [codec.top(m, found.view_axis) for codec, m in zip(_CODECS, views)]
-    codes = [found.unview(c.encode(m, found.spread(top))) for c, m, top in zip(_CODECS, views, tops)]
+    tops = [codec.top(m, found.view_axis) for codec, m in zip(codecs, views)]
+    codes = [found.unview(c.encode(m, found.spread(top))) for c, m, top in zip(codecs, views, tops)]
     return like._replace(scales=form.encode(jnp.stack(tops)), **dict(zip(names, codes, strict=True)))
 
 
-def _written(x: jax.Array, dtype: Any, storage: Storage) -> tuple[jax.Array, jax.Array | None]:
-    bits = storage.bits_for(dtype)
-    if bits is not None:
-        return split(x, dtype, correction_dtype(bits))
+def _array(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """A weight or a moment that was given."""
+    if x is None or np.shape(x) != shape:
+        given = "None" if x is None else f"an array of shape {np.shape(x)}"
+        raise ValueError(
+            f"from_float32 got {given} for {name!r}; expected an array of shape {shape}. Pass what to_float32 "
+            "returned, or trees like the parameters."
+        )
+    return jnp.asarray(x, jnp.float32)
+
+
+def _written(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, jax.Array | None]:
+    if correction is not None:
+        return split(x, dtype, correction)
     return (rounded(x, dtype)[0] if dtype in LOW else x.astype(dtype)), None

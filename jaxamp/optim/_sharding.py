@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ._bytes import state_shapes
 from ._layout import groups
 from ._optimizer import FlashOptimizer, FlashState, check_whole, scales_sharding
 from ._paths import flatten, flatten_like, name_of
@@ -38,7 +39,7 @@ def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> F
     paths, leaves, structure = flatten(params)
     instead = "Write jax.tree.map(lambda x: x.sharding, params)."
     given = flatten_like("state_shardings", "shardings", shardings, params, structure, instead)
-    state = jax.eval_shape(optimizer.init, params)
+    state = state_shapes(optimizer, params)
 
     def of_field(field: str) -> Any:
         stored = structure.flatten_up_to(getattr(state, field))
@@ -55,6 +56,11 @@ def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> F
 
 
 def _sharding_of(optimizer: FlashOptimizer, field: str, path: Any, leaf: Any, sharding: Any) -> Any:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        raise TypeError(
+            f"state_shardings got {sharding!r} for {name_of(path)!r}; expected a sharding. Write "
+            "jax.tree.map(lambda x: x.sharding, params), or NamedSharding(mesh, PartitionSpec('x', None))."
+        )
     if field != "scales":
         return sharding
     storage = optimizer.storage(path, leaf)
