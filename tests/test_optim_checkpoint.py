@@ -158,7 +158,7 @@ def test_float32_of_another_tree_is_refused():
         optim.float32_weights(params, optimizer.init({}))
     state = optim.flash_adamw(1e-2, storage=Storage(group_size=16)).init(params)
     with raises(
-        ValueError, r"got scales of shape \(2, 2\) for an array of shape \(32,\); expected groups of 32", "Pass"
+        ValueError, r"got scales of shape \(2, 2\) for 'w', which is of shape \(32,\); expected groups of 32", "Pass"
     ):
         optim.to_float32(optimizer, params, state)
 

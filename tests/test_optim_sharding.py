@@ -131,6 +131,14 @@ def test_the_published_state_is_sharded_like_its_parameters(name):
     assert_same_bits(jax.device_get(got), jax.device_get(expected))
 
 
+def test_the_published_state_where_axes_are_explicit():
+    params = sharded(weights(), P("x", "y"), AxisType.Explicit)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        new, state = jax.jit(lambda p: FACE.step(p, FACE.init(p), p))(params)
+    assert new["w"].sharding == state.ecc["w"].sharding == params["w"].sharding
+    assert tuple(state.mu["w"].scales.sharding.spec) == ("x",)
+
+
 def test_parts_without_whole_groups_are_refused():
     optimizer, params = ADAMW, sharded(weights((64, 96)), P(None, ("x", "y")))
     words = r"flash_adamw got the parameter 'w' of shape \(64, 96\) in parts of \(64, 12\)", "expected", "layout='rows'"

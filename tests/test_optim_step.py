@@ -272,7 +272,7 @@ def test_an_empty_tree_has_an_empty_state():
 
 @pytest.mark.parametrize("layout", slowly([("last",), ("rows",), ("flat",)], [("rows",)]))
 def test_layouts_take_the_same_steps_within_the_codecs_error(layout):
-    shapes = (64,), (64, 96), (2, 64, 32), (33, 5)
+    shapes = (64, 96), (2, 64, 32), (33, 5)
     params = {str(shape): jnp.asarray(np.zeros(shape, np.float32)) for shape in shapes}
     got, _ = run(optim.flash_adamw(1e-2, storage=Storage(layout=layout)), params, 20)
     expected, _ = run(optim.flash_adamw(1e-2, storage=PLAIN), params, 20)
@@ -284,7 +284,7 @@ def test_layouts_take_the_same_steps_within_the_codecs_error(layout):
 )
 def test_small_leaves_put_together_are_what_they_are_alone(name, group_size):
     ours, _, options = PAIRS[name]
-    params = {"a": tree(BF16), "b": tree(F32, 4)["odd"], "c": jnp.float32(2.0), "d": jnp.float32(3.0)}
+    params = {"a": tree(BF16), "b": tree(F32, 4)["odd"], "c": jnp.float32(2.0)}
     results = [
         run(ours(1e-2, storage=Storage(together=n, group_size=group_size), **options), params, 4) for n in (0, 65536)
     ]
@@ -331,7 +331,7 @@ def test_two_steps_compiled_as_one_are_two_steps():
 
 
 def test_the_first_group_that_selects_a_leaf_is_its():
-    params = {"w": jnp.ones(32), "bias": jnp.ones(32), "norm": {"g": jnp.ones(32), "bias": jnp.ones(32)}}
+    params = {"w": jnp.ones(32), "bias": jnp.ones(32), "norm": {"g": jnp.ones(32), "bias": jnp.ones(32), "n": None}}
     groups = [
         {"params": "norm/bias", "learning_rate": 0.0},
         {"params": ["bias", ("norm", "g")], "weight_decay": 0.0, "quantize": False},
@@ -352,6 +352,11 @@ def test_the_first_group_that_selects_a_leaf_is_its():
 def test_a_group_size_that_is_none_is_refused(size):
     with raises(ValueError, "Storage got group_size=", "expected a positive integer", r"Storage\(group_size=32\)"):
         Storage(group_size=size)
+
+
+def test_a_number_of_entries_that_is_none_is_refused():
+    with raises(ValueError, "Storage got together=-1; expected a number of entries", r"Write Storage\(together=0\)"):
+        Storage(together=-1)
 
 
 @pytest.mark.parametrize(
@@ -435,9 +440,17 @@ def test_a_schedule_of_the_wrong_shape_is_refused():
         optimizer.step(jnp.ones(32), optimizer.init(jnp.ones(32)), jnp.ones(32))
 
 
+def test_a_schedule_that_returns_nothing_is_refused():
+    optimizer = optim.flash_adamw(lambda count: None)
+    with raises(ValueError, "flash_adamw got learning_rate=None from its schedule; expected one number", "Return a"):
+        optimizer.step(jnp.ones(32), optimizer.init(jnp.ones(32)), jnp.ones(32))
+
+
 def test_hyperparameters_that_are_none_are_refused():
     with raises(TypeError, "flash_adamw got b1='0.9', of type str; expected a number", "Write"):
         optim.flash_adamw(1e-3, b1="0.9")
+    with raises(TypeError, "flash_sgd got learning_rate=None, of type NoneType; expected a number", "Write"):
+        optim.flash_sgd(None)
     with raises(ValueError, r"flash_lion got learning_rate of shape \(2,\) as it was given; expected one number"):
         optim.flash_lion(jnp.ones(2))
     with raises(TypeError, "flash_adamw got b2 in bfloat16; expected float32", "hyperparam_dtype=jnp.float32"):
@@ -454,6 +467,8 @@ def test_hyperparameters_that_are_none_are_refused():
 def test_groups_that_select_nothing_or_set_nothing_are_refused():
     with raises(ValueError, r"flash_adamw got param_groups\[0\]", "expected a dict with 'params'", "Write"):
         optim.flash_adamw(1e-3, param_groups=[{"weight_decay": 0.0}])
+    with raises(TypeError, r"flash_adamw got param_groups\[0\] with 'params' 3; expected a name, a path", "Write"):
+        optim.flash_adamw(1e-3, param_groups=[{"params": 3, "weight_decay": 0.0}])
     with raises(ValueError, r"param_groups\[0\] with 'momentum'; expected arguments of flash_adamw", "Write"):
         optim.flash_adamw(1e-3, param_groups=[{"params": "w", "momentum": 0.0}])
 

@@ -258,7 +258,15 @@ def _moment(row: LeafState, i: int) -> Any:
     stored = (row.mu, row.nu)[i]
     if stored is None:
         return no_ecc_leaf()
-    return stored if row.scales is None else QuantizedArray(stored, row.scales[i].reshape(-1))
+    return stored if row.scales is None else QuantizedArray(stored, _flat(row.scales[i]))
+
+
+def _flat(scales: jax.Array) -> jax.Array:
+    """Scales in the order of the entries: gathered where an explicit axis cuts another axis than the first."""
+    spec = jax.typeof(scales).sharding.spec
+    if any(axis is not None for axis in spec[1:]):
+        scales = jax.sharding.reshard(scales, jax.sharding.PartitionSpec(spec[0]))
+    return scales.reshape(-1)
 
 
 def _inside(core: _Core, params: Any, state: Any) -> FlashState:

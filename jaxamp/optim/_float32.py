@@ -67,7 +67,7 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
     states = leaf_states("to_float32", state, params, structure, _INSTEAD)
     columns: tuple[list[Any], list[Any]] = ([], [])
     for path, leaf, old in zip(paths, leaves, states, strict=True):
-        moments = iter(_moments(old, optimizer.storage(path, leaf), leaf))
+        moments = iter(_moments(old, optimizer, path, leaf))
         for column, stored in zip(columns, (old.mu, old.nu), strict=True):
             column.append(None if stored is None else next(moments))
     weights = float32_weights(params, state)
@@ -129,19 +129,20 @@ def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout:
         found = groups(leaf.shape, storage.group_size, layout)
         before = groups_of(leaf.shape, old.scales.shape[1:], storage.group_size)
         if before != found:
-            states[i] = _compressed(_moments(old, storage, leaf), old, storage, found)
+            states[i] = _compressed(_moments(old, optimizer, path, leaf), old, storage, found)
     return as_trees(state.count, states, structure)
 
 
-def _moments(state: LeafState, storage: Storage, leaf: Any) -> list[jax.Array]:
+def _moments(state: LeafState, optimizer: FlashOptimizer, path: Any, leaf: Any) -> list[jax.Array]:
     """The moments of a leaf in float32."""
     if state.scales is None:
         return [m for m in (state.mu, state.nu) if m is not None]
-    found = groups_of(leaf.shape, state.scales.shape[1:], storage.group_size)
+    size = optimizer.storage(path, leaf).group_size
+    found = groups_of(leaf.shape, state.scales.shape[1:], size)
     if found is None:
         raise ValueError(
-            f"got scales of shape {state.scales.shape} for an array of shape {leaf.shape}; expected groups of "
-            f"{storage.group_size}. Pass the optimizer that made the state."
+            f"{optimizer.name} got scales of shape {state.scales.shape} for {name_of(path)!r}, which is of shape "
+            f"{leaf.shape}; expected groups of {size}. Pass the optimizer that made the state."
         )
     view = lambda x: None if x is None else found.view(x)
     viewed = state._replace(mu=view(state.mu), nu=view(state.nu))

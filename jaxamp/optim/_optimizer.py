@@ -130,9 +130,9 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         tasks: list[tuple[int, Settings, Leaf]] = []
         out: list[Any] = [_no_change(x) for x in leaves] if delta else list(leaves)
         for i, (path, leaf, grad, old) in enumerate(zip(paths, leaves, given, states, strict=True)):
-            settings = settings_of(path, leaf)
             if not is_inexact(leaf) or leaf.size == 0 or grad is None:
                 continue
+            settings = settings_of(path, leaf)
             found = _check_leaf(rule, settings, path, leaf, grad, old, instead)
             tasks.append((i, settings, (jnp.asarray(leaf), jnp.asarray(grad), old, found)))
         for part in _together(tasks):
@@ -268,7 +268,7 @@ def _sharding(x: Any) -> NamedSharding | None:
 def _check_hyper(name: str, key: str, value: Any) -> None:
     if callable(value) and key == "learning_rate":
         return
-    if value is None or isinstance(value, bool):
+    if (value is None and key in ("momentum", "weight_decay")) or key == "nesterov":
         return
     if not (isinstance(value, int | float) or hasattr(value, "dtype")):
         raise TypeError(
@@ -289,9 +289,10 @@ def _check_nesterov(
 
 
 def _check_scalar(name: str, key: str, value: Any, where: str) -> None:
-    if np.shape(value) != ():
+    if value is None or np.shape(value) != ():
+        given = f"{key}=None" if value is None else f"{key} of shape {np.shape(value)}"
         raise ValueError(
-            f"{name} got {key} of shape {np.shape(value)} {where}; expected one number. Return a scalar, as "
+            f"{name} got {given} {where}; expected one number. Return a scalar, as "
             "optax.cosine_decay_schedule(1e-3, 1000) does."
         )
     dtype = getattr(value, "dtype", None)

@@ -77,6 +77,11 @@ def check_groups(name: str, groups: Any, known: Callable[[str], bool]) -> tuple[
                 f"{name} got param_groups[{i}]={group!r}; expected a dict with 'params', which selects leaves. Write "
                 "param_groups=[{'params': 'bias', 'weight_decay': 0.0}]."
             )
+        if not (callable(group["params"]) or isinstance(group["params"], Iterable)):
+            raise TypeError(
+                f"{name} got param_groups[{i}] with 'params' {group['params']!r}; expected a name, a path, a function "
+                "of path and leaf, or a list of these. Write param_groups=[{'params': 'bias', 'weight_decay': 0.0}]."
+            )
         for key in group:
             if key != "params" and not known(key):
                 raise ValueError(

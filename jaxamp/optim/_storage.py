@@ -48,6 +48,11 @@ together=65536)
                 f"Storage got group_size={self.group_size!r}; expected a positive integer. Write "
                 "Storage(group_size=32)."
             )
+        if isinstance(self.together, bool) or not isinstance(self.together, int) or self.together < 0:
+            raise ValueError(
+                f"Storage got together={self.together!r}; expected a number of entries. Write Storage(together=0) to "
+                "step each array by itself."
+            )
         _one_of("master_weight_bits", self.master_weight_bits, ("auto", None, 24, 32))
         _one_of("scales", self.scales, tuple(FORMATS))
         _one_of("layout", self.layout, LAYOUTS)
