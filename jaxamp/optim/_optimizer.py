@@ -118,7 +118,9 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
             _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact(leaf) else LeafState()
             for path, leaf in zip(paths, leaves, strict=True)
         ]
-        return as_trees(jnp.zeros((), jnp.int32), states, structure)
+        # On the devices of the parameters, so that the second step is the program of the first.
+        replicated = next((NamedSharding(s.mesh, PartitionSpec()) for s in map(_placed, leaves) if s), None)
+        return as_trees(jnp.zeros((), jnp.int32, device=replicated), states, structure)
 
     def walk(params: Any, state: FlashState, grads: Any, scale: Any, ok: Any, delta: bool) -> tuple[Any, FlashState]:
         paths, leaves, structure = flatten(params)
@@ -181,7 +183,7 @@ def _init_leaf(rule: Rule, settings: Settings, path: Any, param: Any) -> LeafSta
     scales = jnp.zeros(
         (len(moments), *found.scales_shape),
         FORMATS[storage.scales].dtype,
-        device=scales_sharding(_sharding(param), found),
+        device=scales_sharding(_placed(param) or _sharding(param), found),
     )
     return LeafState(scales=scales, correction=correction, **codes)
 
@@ -190,8 +192,10 @@ def scales_sharding(sharding: Any, found: Groups) -> NamedSharding | None:
     """How scales are sharded, given how their array is."""
     if not isinstance(sharding, NamedSharding):
         return None
-    spec = PartitionSpec(*(() if found.axis is None else (None, *sharding.spec)))
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    axes = [] if found.axis is None else [None, *sharding.spec]
+    while axes and axes[-1] is None:  # as XLA has them
+        axes.pop()
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
 
 
 def as_trees(count: jax.Array, states: list[LeafState], structure: Any) -> FlashState:
@@ -260,6 +264,12 @@ def _sharding(x: Any) -> NamedSharding | None:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     cut = isinstance(sharding, NamedSharding) and any(axis is not None for axis in sharding.spec)
     return sharding if cut else None
+
+
+def _placed(x: Any) -> NamedSharding | None:
+    """Where an array is, if it is on a mesh."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 # -- bad input

@@ -33,7 +33,7 @@ def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> F
     >>> optimizer, rows = optim.flash_adamw(1e-3), {"w": NamedSharding(mesh, PartitionSpec("x", None))}
     >>> shardings = optim.state_shardings(optimizer, params, rows)
     >>> tuple(shardings.mu["w"].spec), tuple(shardings.scales["w"].spec)
-    (('x', None), (None, 'x', None))
+    (('x', None), (None, 'x'))
     >>> state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     """
     paths, leaves, structure = flatten(params)
