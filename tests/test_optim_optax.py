@@ -218,9 +218,9 @@ def test_compressed_states_take_the_same_way(name):
     assert distance(got, expected) <= 0.02 * distance(expected, params)
     moments = [x for x in jax.tree.leaves(state) if x.shape == params["w"].shape]
     assert moments
-    if name != "adan":  # whose last gradient is kept as it is
+    if name not in ("sm3", "adan"):  # which keep other things too: sums over axes, and the last gradient
         assert all(x.dtype.itemsize == 1 for x in moments)
-        assert optim.optimizer_bytes(compressed, params).state < optim.optimizer_bytes(tx, params).state / 2.5
+        assert optim.optimizer_bytes(compressed, params).state < optim.optimizer_bytes(tx, params).state / 3
 
 
 def test_compressed_adam_is_flash_adam():
