@@ -87,6 +87,8 @@ def test_arrays_without_a_count_and_names_that_two_leaves_have_are_refused():
     params = {"a/b": jnp.ones(32), "a": {"b": jnp.ones(32)}}
     with raises(ValueError, "to_arrays got two leaves of the name 'params/a/b'; expected one of each", "Rename"):
         optim.to_arrays(params, ADAMW.init(params))
+    with raises(TypeError, "to_arrays got tuple as the state; expected a FlashState", "Pass what"):
+        optim.to_arrays(params, ())
     with raises(ValueError, "from_arrays got no array 'count'; expected the number of steps", "Pass all"):
         optim.from_arrays({"format": 1}, {})
 
@@ -156,6 +158,8 @@ def test_float32_of_another_tree_is_refused():
         optim.to_layout(optimizer, params, optimizer.init(params), "first")
     with raises(ValueError, "float32_weights got corrections without a leaf for 'w'", "expected", "Pass the"):
         optim.float32_weights(params, optimizer.init({}))
+    with raises(ValueError, r"float32_weights got a correction of shape \(32,\) for 'w'", "expected that", "Pass the"):
+        optim.float32_weights(params, optimizer.init({"w": jnp.ones(32, BF16)}))
     state = optim.flash_adamw(1e-2, storage=Storage(group_size=16)).init(params)
     with raises(
         ValueError, r"got scales of shape \(2, 2\) for 'w', which is of shape \(32,\); expected groups of 32", "Pass"

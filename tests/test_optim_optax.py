@@ -305,6 +305,25 @@ def flash_join(low, correction):
     return optim.Weight(low.dtype).decode(low, correction)
 
 
+def test_states_of_another_tree_are_refused_by_the_wrappers():
+    tx, low = optim.with_master_weights(optax.sgd(0.5)), {"w": jnp.ones(4, BF16)}
+    words = "expected that of a bfloat16 or float16 array of this shape", "Write state"
+    with raises(ValueError, r"with_master_weights got a correction of shape \(1,\) for 'w', which is of", *words):
+        tx.update(low, tx.init({"w": jnp.ones(1, BF16)}), low)
+    with raises(ValueError, r"of shape \(4,\) for 'w', which is of shape \(4,\) and in float32", *words):
+        tx.update(low, tx.init(low), {"w": jnp.ones(4)})
+    with raises(ValueError, "got no correction for 'w', which is in bfloat16; expected one", "Write state"):
+        tx.update(low, tx.init({"w": jnp.ones(4)}), low)
+    with raises(ValueError, "with_master_weights got a state without a leaf for 'w'; expected", "Write state"):
+        tx.update(low, tx.init({}), low)
+    with raises(TypeError, "with_master_weights got tuple as its state; expected a MasterState", "Write state"):
+        tx.update(low, (), low)
+    with raises(TypeError, "compress_state got tuple as its state; expected a CompressedState", "Write state"):
+        optim.compress_state(optax.sgd(0.5)).update(low, (), low)
+    with raises(TypeError, "compress_state got storage='last', of type str; expected a Storage", "Write compress"):
+        optim.compress_state(optax.sgd(0.5), storage="last")
+
+
 def test_both_wrappers_together_are_small():
     params = {"w": jnp.asarray(np.ones((64, 64), BF16))}
     tx = optim.with_master_weights(optim.compress_state(optax.adamw(1e-3)))

@@ -27,6 +27,11 @@ def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
     >>> sorted(optim.to_arrays(params, optim.flash_lion(1e-3).init(params)))
     ['correction/w', 'count', 'format', 'mu/w', 'params/w', 'scales/w']
     """
+    if not isinstance(state, FlashState):
+        raise TypeError(
+            f"to_arrays got {type(state).__name__} as the state; expected a FlashState. Pass what init or step of an "
+            "optimizer of jaxamp.optim returned."
+        )
     arrays: dict[str, Any] = {"format": np.int32(FORMAT), "count": state.count}
     trees = {"params": params, **{field: getattr(state, field) for field in _FIELDS}}
     for field, tree in trees.items():

@@ -15,7 +15,7 @@ from ._optimizer import FlashOptimizer, FlashState, as_trees, leaf_states
 from ._paths import flatten, flatten_like, name_of
 from ._scales import format_of
 from ._storage import Storage
-from ._weights import LOW, join, rounded, split
+from ._weights import LOW, check_correction, join, rounded, split
 
 _CODECS: tuple[Codec, ...] = (MOMENTUM, VARIANCE)
 _INSTEAD = "Pass the parameters and the state that a step has returned together."
@@ -42,8 +42,11 @@ def float32_weights(params: Any, state: FlashState) -> Any:
 
     Leaves that are no floats come back as they are.
     """
-    _, leaves, structure = flatten(params)
-    corrections = flatten_like("float32_weights", "corrections", state.correction, params, structure, _INSTEAD)
+    name = "float32_weights"
+    paths, leaves, structure = flatten(params)
+    corrections = flatten_like(name, "corrections", state.correction, params, structure, _INSTEAD)
+    for path, p, c in zip(paths, leaves, corrections, strict=True):
+        check_correction(name, name_of(path), p, c, _INSTEAD)
     return structure.unflatten(
         [join(jnp.asarray(p), c) if is_inexact(p) else p for p, c in zip(leaves, corrections, strict=True)]
     )

@@ -46,6 +46,16 @@ class Weight:
         return join(low, correction)
 
 
+def check_correction(name: str, leaf_name: str, param: Any, correction: Any, instead: str) -> None:
+    """Refuse a correction that is another parameter's."""
+    if correction is None or (param.dtype in LOW and correction.shape == param.shape):
+        return
+    raise ValueError(
+        f"{name} got a correction of shape {correction.shape} for {leaf_name!r}, which is of shape {param.shape} and "
+        f"in {param.dtype}; expected that of a bfloat16 or float16 array of this shape. {instead}"
+    )
+
+
 def correction_dtype(bits: int) -> jnp.dtype:
     return jnp.dtype(jnp.int8 if bits == 24 else jnp.int16)
 

@@ -11,10 +11,10 @@ from jax import tree_util as jtu
 from .._tree import is_inexact
 from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import groups, groups_of
-from ._paths import flatten, flatten_like
+from ._paths import flatten, flatten_like, name_of
 from ._scales import FORMATS, format_of
 from ._storage import Storage
-from ._weights import LOW, change_of, correction_dtype, join
+from ._weights import LOW, change_of, check_correction, correction_dtype, join
 
 # What Optax's states call moments: those of both signs, and those that are never negative. Some mean others by the
 # names. The centred second moment is a difference of two, and would be negative now and then.
@@ -65,6 +65,11 @@ def compress_state(
     >>> [round(optim.optimizer_bytes(tx, params).per_parameter, 2) for tx in (plain, compressed)]
     [12.0, 6.13]
     """
+    if not isinstance(storage, Storage):
+        raise TypeError(
+            f"compress_state got storage={storage!r}, of type {type(storage).__name__}; expected a Storage. Write "
+            "compress_state(tx, storage=jaxamp.optim.Storage(group_size=64))."
+        )
     codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": Variance(storage.variance_floor)}
     stored_by = {codec.dtype: codec for codec in codecs.values()}
     for field, kind in kinds.items():
@@ -113,6 +118,11 @@ def compress_state(
         return CompressedState(jnp.zeros((), jnp.int32), compressed(tx.init(params)))
 
     def update(updates: Any, state: CompressedState, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if not isinstance(state, CompressedState):
+            raise TypeError(
+                f"compress_state got {type(state).__name__} as its state; expected a CompressedState. Write state = "
+                "optimizer.init(params) with the optimizer that compress_state returned."
+            )
         count = state.count + 1
         inner = jax.tree.map(decode, state.inner, is_leaf=is_compressed)
         updates, inner = tx.update(updates, inner, params, **extra_args)
@@ -179,10 +189,21 @@ def with_master_weights(
                 "with_master_weights got no parameters in update; expected them, for their correction is in the state. "
                 "Write optimizer.update(grads, state, params)."
             )
-        _, leaves, structure = flatten(params)
-        instead = "Write state = optimizer.init(params), and pass on what each update returns."
-        corrections = flatten_like("with_master_weights", "a state", state.correction, params, structure, instead)
-        given = flatten_like("with_master_weights", "gradients", updates, params, structure, "Pass jax.grad's.")
+        name, instead = (
+            "with_master_weights",
+            "Write state = optimizer.init(params), and pass on what each update returns.",
+        )
+        if not isinstance(state, MasterState):
+            raise TypeError(f"{name} got {type(state).__name__} as its state; expected a MasterState. {instead}")
+        paths, leaves, structure = flatten(params)
+        corrections = flatten_like(name, "a state", state.correction, params, structure, instead)
+        given = flatten_like(name, "gradients", updates, params, structure, "Pass jax.grad's.")
+        for path, p, c in zip(paths, leaves, corrections, strict=True):
+            check_correction(name, name_of(path), p, c, instead)
+            if c is None and low(p):
+                raise ValueError(
+                    f"{name} got no correction for {name_of(path)!r}, which is in {p.dtype}; expected one. {instead}"
+                )
         pairs = list(zip(leaves, corrections, strict=True))
         weights = structure.unflatten([join(p, c) if low(p) else p for p, c in pairs])
         grads = structure.unflatten(
