@@ -168,6 +168,8 @@ def with_master_weights(
     **Sharp edges**
 
     - What changes updates after it in an `optax.chain` makes the parameter another one than the correction is for.
+    - `optax.apply_if_finite` around it wants gradients in float32, for updates are:
+      `jaxamp.cast_floating(grads, jnp.float32)`.
     """
     if isinstance(master_weight_bits, bool) or master_weight_bits not in (24, 32):
         raise ValueError(
@@ -189,10 +191,8 @@ def with_master_weights(
                 "with_master_weights got no parameters in update; expected them, for their correction is in the state. "
                 "Write optimizer.update(grads, state, params)."
             )
-        name, instead = (
-            "with_master_weights",
-            "Write state = optimizer.init(params), and pass on what each update returns.",
-        )
+        name = "with_master_weights"
+        instead = "Write state = optimizer.init(params), and pass on what each update returns."
         if not isinstance(state, MasterState):
             raise TypeError(f"{name} got {type(state).__name__} as its state; expected a MasterState. {instead}")
         paths, leaves, structure = flatten(params)
