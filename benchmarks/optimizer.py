@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import jaxamp
 from jaxamp import optim
 
 from ._report import Column, number, parser, percent, progress, publish, save, significant
@@ -97,7 +96,7 @@ def ours_scaled(tree: Tree) -> tuple[Any, Any, Any]:
     optimizer, params = optim.flash_adamw(1e-4), drawn(tree, jnp.bfloat16)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        return optimizer.step(params, state, grads, scale=2.0**-7, ok=jaxamp.all_finite(grads))
+        return optimizer.step_if_finite(params, state, grads, scale=2.0**-7)[:2]
 
     return step, params, optimizer.init(params)
 
