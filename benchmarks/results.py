@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 from ._pictures import save_growth, save_steps
 from ._report import markdown
 
-QUESTIONS = "train_step", "memory", "growth", "matmul", "compile_time", "scaler", "report"  # in the order of RESULTS.md
+# in the order of RESULTS.md
+QUESTIONS = "train_step", "kernels", "memory", "growth", "matmul", "compile_time", "scaler", "report"
 TABLES = {  # what a table has in common, and what it is called
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
+    "kernels": (("network", "layers", "title"), "{network}, layers {layers}, {title}"),
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),
     "matmul": (("x", "w"), "({x}) @ ({w})"),
