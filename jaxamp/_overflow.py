@@ -2,9 +2,10 @@
 
 The call is run again, equation by equation, forwards and backwards, and each result is looked at:
 
-    overflow    an inf in the result, none in the operands
-    invalid     a NaN in the result, none in the operands: inf - inf, 0 / 0, the root of a negative number
+    overflow    an inf that is made of finite numbers
+    invalid     a NaN that is made of no NaN: inf - inf, 0 / 0, the root of a negative number
     underflow   zeros in a low result that the same operation in float32 does not have
+    clamped     finite numbers beyond the compute dtype, which `amp` takes to its largest one where it reads them low
 
 Whether it reached the results is told beside: a mask may take it out again.
 """
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._amp import PolicyLike, check_function, check_options
-from ._compat import Jaxpr
+from ._compat import Jaxpr, Primitive
 from ._cost import base_name
 from ._facts import ELEMENTWISE
 from ._higher_order import bind
@@ -32,18 +33,18 @@ from ._walk import Walker
 
 
 class Event(NamedTuple):
-    """An operation that made what is not finite of what is, or zeros of what is not zero."""
+    """An operation that made what is not finite of what is, zeros of what is not zero, or read what was clamped."""
 
-    kind: str  # overflow, invalid, underflow
+    kind: str  # overflow, invalid, underflow, clamped
     phase: str  # forward, backward
     scope: str  # named scopes, outermost first: "block/attention"
     primitive: str
     source: Source | None
     rounds: tuple[int, ...]  # of each loop around it, the number of the round, the first being 0
-    dtype: str  # of the result
+    dtype: str  # of the result; of what was clamped, the one that it was clamped for
     largest: float  # magnitude among the operands
     limit: float  # the largest number that the dtype holds; for an underflow the smallest normal one
-    share: float  # of the entries of the result
+    share: float  # of the entries of the result, or of the operand that was clamped
     at_scale_one: bool | None  # whether it is there without loss scaling; None: forwards, or no scaler was given
 
     def __str__(self) -> str:
@@ -56,7 +57,8 @@ class Event(NamedTuple):
             )
             if part
         )
-        text = f"{self.kind} in the {self.phase} pass: {self.primitive} ({where})"
+        what = f"an operand of {self.primitive}" if self.kind == "clamped" else self.primitive
+        text = f"{self.kind} in the {self.phase} pass: {what} ({where})"
         word = "smallest normal" if self.kind == "underflow" else "largest"
         text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
         text += f"the {word} {self.dtype} is {self.limit:.4g}"
@@ -79,10 +81,11 @@ class OverflowReport:
     finite: bool  # whether all results and gradients are finite
     events: tuple[Event, ...]  # overflows and invalid operations
     underflows: tuple[Event, ...]  # the largest share first
+    clamped: tuple[Event, ...]
     notes: tuple[str, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.events or self.underflows)
+        return bool(self.events or self.underflows or self.clamped)
 
     @property
     def first(self) -> Event | None:
@@ -95,13 +98,13 @@ class OverflowReport:
         def plain(event: Event) -> dict[str, Any]:
             return event._asdict() | {"source": None if event.source is None else event.source._asdict()}
 
-        lists = {name: [plain(e) for e in getattr(self, name)] for name in ("events", "underflows")}
+        lists = {name: [plain(e) for e in getattr(self, name)] for name in ("events", "underflows", "clamped")}
         return asdict(self) | lists | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
         head = f"{self.name} in {self.compute_dtype}" + (f", scale {self.scale:g}" if self.scale is not None else "")
         lines = [f"{head}: {'all finite' if self.finite else 'not finite'}"]
-        lines += [f"- {event}" for event in (*self.events[:5], *self.underflows[:5])]
+        lines += [f"- {event}" for event in (*self.events[:5], *self.underflows[:5], *self.clamped[:5])]
         if not self and self.finite:
             lines.append("nothing found")
         if self.events and self.finite:
@@ -118,7 +121,7 @@ def find_overflow(
     backward: bool = True,
     underflow: float = 0.05,
 ) -> Callable[..., OverflowReport]:
-    """Find the operation of `amp(fn)` that made an inf, a NaN, or zeros of small numbers.
+    """Find the operation of `amp(fn)` that made an inf, a NaN, or zeros of small numbers, or that read clamped ones.
 
     Args:
         fn: The loss, as it would be given to `amp`. Its first result is differentiated, by the floating-point arrays of
@@ -163,6 +166,7 @@ def find_overflow(
         for pullback in pullbacks:
             found, gradients = _probed_backward(program, underflow, pullback, outs, scale)
             events, outs = events + found, outs[: pullback.results]
+        clamped = [event for event in events if event.kind == "clamped"]
         small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
         finite = all(bool(jnp.isfinite(x).all()) for x in (*outs, *gradients) if _is_float(x))
         return OverflowReport(
@@ -170,8 +174,9 @@ def find_overflow(
             options.compute_dtype.name,
             scale,
             finite,
-            tuple(event for event in events if event.kind != "underflow"),
+            tuple(event for event in events if event.kind in ("overflow", "invalid")),
             tuple(small),
+            tuple(clamped),
             tuple(notes),
         )
 
@@ -182,7 +187,7 @@ def _probed(
     program: Program, underflow: float, phase: str, jaxpr: Jaxpr, operands: Sequence[Any]
 ) -> tuple[list[Event], list[Any]]:
     """What is found in a run, and its results."""
-    probe = _Probe(underflow)
+    probe = _Probe(program, underflow)
     outs = Walker(program.ledger, probe.look).run(jaxpr, operands, Place(phase, program.path))
     return probe.events, outs
 
@@ -213,48 +218,69 @@ def _key(event: Event) -> tuple[Any, ...]:
 class _Probe:
     """Looks at each result of a run."""
 
-    def __init__(self, underflow: float):
+    def __init__(self, program: Program, underflow: float):
         self.events: list[Event] = []
+        self._ledger, self._low = program.ledger, program.compute_dtype
         self._underflow = underflow
         self._seen: set[tuple[Any, ...]] = set()
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        if self._is_saturate(eqn, place) and (beyond := int(_finite_beyond(ins[1], ins[2]))):
+            reader = self._ledger.equation(place.mark).primitive
+            self._add("clamped", reader, place, ins[1:2], outs[0].size, self._low, beyond)
         for k, out in enumerate(outs):
             if _is_float(out) and out.size:
                 nans, infs = map(int, _counts(out))
                 if nans or infs:
                     before = [_counts(x) for x in ins if _is_float(x)]
                     if nans and not any(int(n) for n, _ in before):
-                        self._add("invalid", eqn, place, ins, out, nans)
+                        self._add("invalid", eqn.primitive, place, ins, out.size, out.dtype, nans)
                     elif infs and (made := _infinite_of_finite(eqn, k, ins, out) if _any(before) else infs):
-                        self._add("overflow", eqn, place, ins, out, made)
+                        self._add("overflow", eqn.primitive, place, ins, out.size, out.dtype, made)
                 elif out.dtype.itemsize <= 2:
                     lost = _flushed(eqn, k, ins, out)
                     # Forwards, small probabilities and gates are zero in any network.
                     share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
                     if lost > share * out.size:
-                        self._add("underflow", eqn, place, ins, out, lost)
+                        self._add("underflow", eqn.primitive, place, ins, out.size, out.dtype, lost)
 
-    def _add(self, kind: str, eqn: Any, place: Place, ins: Sequence[Any], out: Any, entries: int) -> None:
-        key = kind, place.phase, place.mark, eqn.primitive.name, place.source
+    def _is_saturate(self, eqn: Any, place: Place) -> bool:
+        """Whether it is a `clamp` of ours (`_rules.saturate`), and none of the user's."""
+        if eqn.primitive.name != "clamp" or place.mark is None:
+            return False
+        ours = self._ledger.equation(place.mark).primitive is not eqn.primitive
+        return ours and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
+
+    def _add(
+        self,
+        kind: str,
+        primitive: Primitive,
+        place: Place,
+        ins: Sequence[Any],
+        size: int,
+        dtype: np.dtype,
+        entries: int,
+    ) -> None:
+        key = kind, place.phase, place.mark, primitive.name, place.source
         if key in self._seen:  # the first round says it
             return
         self._seen.add(key)
-        info = jnp.finfo(out.dtype)
+        info = jnp.finfo(dtype)
         limit = float(info.smallest_normal if kind == "underflow" else info.max)
         largest = max((float(_largest(x)) for x in ins if _is_float(x) and np.size(x)), default=0.0)
+        name, share = base_name(primitive), entries / size
         self.events.append(
             Event(
                 kind,
                 place.phase,
                 place.scope,
-                base_name(eqn.primitive),
+                name,
                 place.source,
                 place.rounds,
-                str(out.dtype),
+                str(dtype),
                 largest,
                 limit,
-                entries / out.size,
+                share,
                 None,
             )
         )
@@ -267,6 +293,11 @@ def _is_float(x: Any) -> bool:
 @jax.jit
 def _counts(x: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.isnan(x).sum(), jnp.isinf(x).sum()
+
+
+@jax.jit
+def _finite_beyond(x: Any, largest: Any) -> jax.Array:
+    return (jnp.isfinite(x) & (jnp.abs(x) > largest)).sum()
 
 
 def _any(counts: Sequence[Any]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from ._amp import Options, floats_of_first, plan_call, run_plan, split_call
 from ._compat import Jaxpr
@@ -18,6 +19,7 @@ class Program(NamedTuple):
     """A call, as it was written and as it runs. Both take all arrays of the call."""
 
     name: str
+    compute_dtype: np.dtype
     plan: Plan  # its jaxpr is the program as written
     mixed: Jaxpr
     ledger: Ledger
@@ -55,4 +57,4 @@ def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], 
     run = functools.partial(run_plan, options.keep, planner, plan, ledger=ledger)
     mixed = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Program(name, plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path)
+    return Program(name, options.compute_dtype, plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path)

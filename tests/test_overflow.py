@@ -239,6 +239,35 @@ def test_gradients_that_are_flushed_to_zero():
     assert not find_overflow(loss, compute_dtype=jnp.bfloat16)(W, X)
 
 
+def test_what_is_clamped_to_the_range_of_the_dtype():
+    scales = jnp.array([1.0, 1e6, 1e6, 1.0])[:, None]
+
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum((x * scales) @ w)  # planted clamp
+
+    report = find_overflow(loss)(W, X)
+    assert report.finite
+    assert report
+    assert (report.events, report.underflows) == ((), ())
+    (event,) = report.clamped
+    assert (event.kind, event.phase, event.scope, event.primitive) == ("clamped", "forward", "head", "dot_general")
+    assert (event.largest, event.limit, event.dtype, event.share) == (1e6, 65504.0, "float16", 0.5)
+    assert event.source.line == line_of("planted clamp")
+    assert "clamped in the forward pass: an operand of dot_general (scope head, test_overflow.py:" in str(report)
+    assert "50 % of the entries; largest operand 1e+06, the largest float16 is 6.55e+04" in str(report)
+    assert "nothing found" not in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["clamped"][0]["primitive"] == "dot_general"
+    assert not find_overflow(loss)(W, 1e-3 * X)
+
+
+def test_a_clamp_of_the_users_is_theirs():
+    def loss(w, x):
+        return jnp.sum(lax.clamp(-65504.0, 1e6 * x, 65504.0)) + jnp.sum(w)
+
+    assert not find_overflow(loss)(W, X)
+
+
 def test_zeros_that_are_zeros_in_float32_too_are_no_underflow():
     assert not find_overflow(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))(-W, X)
 
