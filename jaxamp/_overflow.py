@@ -22,7 +22,7 @@ import numpy as np
 from ._amp import PolicyLike, check_function, check_options
 from ._compat import Jaxpr, Primitive
 from ._cost import base_name
-from ._facts import ELEMENTWISE
+from ._facts import ELEMENTWISE, MOVES
 from ._higher_order import bind
 from ._place import Place, Source
 from ._program import Program, program_of
@@ -46,13 +46,14 @@ class Event(NamedTuple):
     limit: float  # the largest number that the dtype holds; for an underflow the smallest normal one
     share: float  # of the entries of the result, or of the operand that was clamped
     at_scale_one: bool | None  # whether it is there without loss scaling; None: forwards, or no scaler was given
+    again: tuple[tuple[int, ...], ...] = ()  # other rounds that it is in: one may be masked, and another not
 
     def __str__(self) -> str:
         where = ", ".join(
             part
             for part in (
                 f"scope {self.scope}" if self.scope else "",
-                "".join(f"round {i} of the loop, " for i in self.rounds).removesuffix(", "),
+                _rounds_in_words(self.rounds),
                 str(self.source or ""),
             )
             if part
@@ -62,6 +63,9 @@ class Event(NamedTuple):
         word = "smallest normal" if self.kind == "underflow" else "largest"
         text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
         text += f"the {word} {self.dtype} is {self.limit:.4g}"
+        if self.again:
+            some = ", ".join("/".join(map(str, rounds)) for rounds in self.again[:5])
+            text += f"\n    Again in {len(self.again)} other rounds: {some}{', ...' if len(self.again) > 5 else ''}"
         if self.kind == "underflow":
             return text + ("" if self.at_scale_one is None else "\n    A larger scale would keep more of it.")
         if self.at_scale_one is True:
@@ -69,6 +73,12 @@ class Event(NamedTuple):
         if self.at_scale_one is False:
             text += "\n    It is not there at scale 1: the scaler handles it by lowering the scale."
         return text
+
+
+def _rounds_in_words(rounds: tuple[int, ...]) -> str:
+    if len(rounds) < 2:
+        return f"round {rounds[0]} of the loop" if rounds else ""
+    return f"round {'/'.join(map(str, rounds))} of the loops, the outermost first"
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ def find_overflow(
         program = program_of(options, fn, args, kwargs)
         program.check_concrete("find_overflow")
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
-        bad = sum(not bool(jnp.isfinite(x).all()) for x in program.arrays if _is_float(x))
+        bad = sum(not bool(_all_finite(x)) for x in program.arrays if _is_float(x))
         notes += [f"{bad} of the arguments' arrays are not finite already"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed
         events, outs = _probed(program, underflow, "forward", forward, program.arrays)
@@ -168,7 +178,7 @@ def find_overflow(
             events, outs = events + found, outs[: pullback.results]
         clamped = [event for event in events if event.kind == "clamped"]
         small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
-        finite = all(bool(jnp.isfinite(x).all()) for x in (*outs, *gradients) if _is_float(x))
+        finite = all(bool(_all_finite(x)) for x in (*outs, *gradients) if _is_float(x))
         return OverflowReport(
             program.name,
             options.compute_dtype.name,
@@ -219,24 +229,20 @@ class _Probe:
     """Looks at each result of a run."""
 
     def __init__(self, program: Program, underflow: float):
-        self.events: list[Event] = []
         self._ledger, self._low = program.ledger, program.compute_dtype
         self._underflow = underflow
-        self._seen: set[tuple[Any, ...]] = set()
+        self._found: dict[tuple[Any, ...], tuple[Event, dict[tuple[int, ...], None]]] = {}
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        if self._is_saturate(eqn, place) and (beyond := int(_finite_beyond(ins[1], ins[2]))):
-            reader = self._ledger.equation(place.mark).primitive
+        reader = self._reader_of_clamped(eqn, place)
+        if reader is not None and (beyond := int(_finite_beyond(ins[1], ins[2]))):
             self._add("clamped", reader, place, ins[1:2], outs[0].size, self._low, beyond)
         for k, out in enumerate(outs):
             if _is_float(out) and out.size:
-                nans, infs = map(int, _counts(out))
-                if nans or infs:
-                    before = [_counts(x) for x in ins if _is_float(x)]
-                    if nans and not any(int(n) for n, _ in before):
-                        self._add("invalid", eqn.primitive, place, ins, out.size, out.dtype, nans)
-                    elif infs and (made := _infinite_of_finite(eqn, k, ins, out) if _any(before) else infs):
-                        self._add("overflow", eqn.primitive, place, ins, out.size, out.dtype, made)
+                if not bool(_all_finite(out)):
+                    for kind, entries in zip(("invalid", "overflow"), _made(eqn, k, ins, out), strict=True):
+                        if entries:
+                            self._add(kind, eqn.primitive, place, ins, out.size, out.dtype, entries)
                 elif out.dtype.itemsize <= 2:
                     lost = _flushed(eqn, k, ins, out)
                     # Forwards, small probabilities and gates are zero in any network.
@@ -244,12 +250,13 @@ class _Probe:
                     if lost > share * out.size:
                         self._add("underflow", eqn.primitive, place, ins, out.size, out.dtype, lost)
 
-    def _is_saturate(self, eqn: Any, place: Place) -> bool:
-        """Whether it is a `clamp` of ours (`_rules.saturate`), and none of the user's."""
+    def _reader_of_clamped(self, eqn: Any, place: Place) -> Primitive | None:
+        """What reads the result of a `clamp` of ours (`_rules.saturate`); None of any other equation."""
         if eqn.primitive.name != "clamp" or place.mark is None:
-            return False
-        ours = self._ledger.equation(place.mark).primitive is not eqn.primitive
-        return ours and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
+            return None
+        reader = self._ledger.equation(place.mark).primitive
+        ours = reader is not eqn.primitive and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
+        return reader if ours else None
 
     def _add(
         self,
@@ -262,28 +269,19 @@ class _Probe:
         entries: int,
     ) -> None:
         key = kind, place.phase, place.mark, primitive.name, place.source
-        if key in self._seen:  # the first round says it
+        if key in self._found:
+            self._found[key][1][place.rounds] = None
             return
-        self._seen.add(key)
         info = jnp.finfo(dtype)
         limit = float(info.smallest_normal if kind == "underflow" else info.max)
         largest = max((float(_largest(x)) for x in ins if _is_float(x) and np.size(x)), default=0.0)
         name, share = base_name(primitive), entries / size
-        self.events.append(
-            Event(
-                kind,
-                place.phase,
-                place.scope,
-                name,
-                place.source,
-                place.rounds,
-                str(dtype),
-                largest,
-                limit,
-                share,
-                None,
-            )
-        )
+        where = place.phase, place.scope, name, place.source, place.rounds
+        self._found[key] = Event(kind, *where, str(dtype), largest, limit, share, None), {place.rounds: None}
+
+    @property
+    def events(self) -> list[Event]:
+        return [event._replace(again=tuple(rounds)[1:]) for event, rounds in self._found.values()]
 
 
 def _is_float(x: Any) -> bool:
@@ -291,8 +289,8 @@ def _is_float(x: Any) -> bool:
 
 
 @jax.jit
-def _counts(x: Any) -> tuple[jax.Array, jax.Array]:
-    return jnp.isnan(x).sum(), jnp.isinf(x).sum()
+def _all_finite(x: Any) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 @jax.jit
@@ -300,18 +298,41 @@ def _finite_beyond(x: Any, largest: Any) -> jax.Array:
     return (jnp.isfinite(x) & (jnp.abs(x) > largest)).sum()
 
 
-def _any(counts: Sequence[Any]) -> bool:
-    return any(int(nans) + int(infs) for nans, infs in counts)
+def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
+    """How many entries of a result are NaN but made of no NaN, and how many are infinite but made of finite numbers."""
+    name, floats = eqn.primitive.name, [x for x in ins if _is_float(x)]
+    if name in MOVES and name != "reduce_precision":
+        return 0, 0
+    if all(bool(_all_finite(x)) for x in floats):
+        return int(jnp.isnan(out).sum()), int(jnp.isinf(out).sum())
+    if name in ELEMENTWISE:
+        of_nan, of_infinite = (functools.reduce(jnp.logical_or, map(f, floats)) for f in (jnp.isnan, _is_not_finite))
+        return int((jnp.isnan(out) & ~of_nan).sum()), int((jnp.isinf(out) & ~of_infinite).sum())
+    # Which entries another one is made of is not known: what is there without those that are bad is made here.
+    without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
+    finite = _again(eqn, k, [_replaced(x, _is_not_finite, "prod" in name) for x in ins])
+    if without_nan is None or finite is None:
+        return 0, 0
+    overflows = jnp.isinf(finite) & (jnp.isnan(out) | (out == finite))
+    return int((jnp.isnan(out) & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
 
 
-def _infinite_of_finite(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
-    """How many entries of a result are infinite though what they are made of is finite, where other entries are not."""
-    floats = [x for x in ins if _is_float(x)]
-    if eqn.primitive.name in ELEMENTWISE and all(np.shape(x) in ((), out.shape) for x in floats):
-        made_of_finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x) for x in floats))
-        return int((jnp.isinf(out) & made_of_finite).sum())
-    wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
-    return 0 if wide is None else int((jnp.isinf(out) & jnp.isfinite(wide)).sum())
+def _is_not_finite(x: Any) -> jax.Array:
+    return ~jnp.isfinite(x)
+
+
+def _replaced(x: Any, bad: Callable[[Any], jax.Array], value: float) -> Any:
+    return jnp.where(bad(x), jnp.asarray(value, x.dtype), x) if _is_float(x) else x
+
+
+def _again(eqn: Any, k: int, ins: Sequence[Any], **changed: Any) -> Any:
+    """The result of the same operation on other operands; None if it refuses them, or does more than that."""
+    if eqn.effects:
+        return None
+    try:
+        return bind(eqn, ins, **changed)[k]
+    except Exception:
+        return None
 
 
 @jax.jit
@@ -338,10 +359,7 @@ def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
     """The result of the same operation in float32; None of a primitive that has no such form."""
     wide = [x.astype(jnp.float32) if _is_float(x) else x for x in ins]
     changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
-    try:
-        return bind(eqn, wide, **changed)[k]
-    except Exception:
-        return None
+    return _again(eqn, k, wide, **changed)
 
 
 _DTYPES = ("preferred_element_type", "compute_dtype", "dtype", "out_dtype")

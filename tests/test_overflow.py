@@ -77,6 +77,22 @@ def test_the_7th_iteration_of_a_scan(reverse):
     assert "round 6 of the loop" in str(event) or reverse
 
 
+def test_all_rounds_are_told_and_of_nested_loops_the_outermost_first():
+    def loss(w, x):
+        def body(c, i):
+            y = (c @ (200 * w)) @ (jnp.where(i >= 4, 2000.0, 0.001) * w)
+            return jnp.where(i == 5, y, c), None  # rounds 4 and 6 are masked
+
+        return jnp.sum(lax.scan(lambda c, _: lax.scan(body, x, jnp.arange(7)), x, None, length=2)[0])
+
+    report = find_overflow(loss, backward=False)(W, X)
+    assert not report.finite
+    assert report.first.rounds == (0, 4)
+    assert report.first.again == ((0, 5), (1, 4), (1, 5))
+    assert "round 0/4 of the loops, the outermost first" in str(report)
+    assert "Again in 3 other rounds: 0/5, 1/4, 1/5" in str(report)
+
+
 def test_a_while_loop_and_a_branch():
     def loss(w, x):
         def body(state):
@@ -212,6 +228,31 @@ def test_an_overflow_beside_infinities_of_a_mask():
 
     event = find_overflow(loss)(jnp.full((4, 4), 300.0), jnp.full((4, 4), 10.0)).first
     assert (event.kind, event.scope, event.primitive) == ("overflow", "bad", "mul")
+
+
+NAN, INF = jnp.nan, jnp.inf
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "kind", "primitive", "share"),
+    [
+        (lambda x: jnp.log(x), [NAN, -1.0, 1.0, 2.0], "invalid", "log", 0.25),
+        (lambda x: jnp.exp(x), [NAN, -INF, 100.0, 2.0], "overflow", "exp", 0.25),
+        (lambda x: jnp.sum(x, 1), [[-INF, 1.0], [3e38, 3e38]], "overflow", "reduce_sum", 0.5),
+        (lambda x: jnp.sum(x, 1), [[NAN, 1.0], [INF, -INF]], "invalid", "reduce_sum", 0.5),
+        (lambda x: jnp.sum(x, 1), [[-INF, 1e38, 3e38], [1.0, 1.0, 1.0]], None, None, None),
+        (lambda x: jnp.prod(x, 1), [[-INF, 1.0], [3e38, 3e38]], "overflow", "reduce_prod", 0.5),
+        (lambda x: jnp.cumsum(x), [3e38, 3e38, -INF, 1.0], "overflow", "cumsum", 0.75),
+        (lambda x: x @ x.T, [[INF, 1.0], [3e38, 3e38]], "overflow", "dot_general", 0.25),
+        (lambda x: jnp.sort(x)[::-1], [NAN, INF, 1.0, 2.0], None, None, None),
+        (lambda x: jnp.sum(x, 1), [[NAN, 1.0], [INF, 2.0]], None, None, None),
+    ],
+)
+def test_what_is_made_beside_what_is_there_already(fn, x, kind, primitive, share):
+    policy = {lax.exp_p: jaxamp.use_compute_precision}
+    events = find_overflow(fn, backward=False, amp_policy=policy)(jnp.array(x, jnp.float32)).events
+    found = [(event.kind, event.primitive, event.share) for event in events]
+    assert found == ([] if kind is None else [(kind, primitive, share)])
 
 
 def test_a_peaked_softmax_is_healthy():
