@@ -35,8 +35,8 @@ class Walker:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
-        for i, eqn in enumerate(body.eqns):
-            here, ins = place.of(eqn, i, self._ledger), [read(v) for v in eqn.invars]
+        for eqn in body.eqns:
+            here, ins = place.of(eqn, self._ledger), [read(v) for v in eqn.invars]
             enter = _ENTERED.get(eqn.primitive.name)
             with eqn.ctx.manager:
                 if enter is not None:
@@ -47,25 +47,22 @@ class Walker:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in body.outvars]
 
-    def _enter(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
-        return self.run(jaxpr, operands, place.inside(jaxpr, self._ledger))
-
     def call(self, param: str, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
-        return self._enter(eqn.params[param], ins, place)
+        return self.run(eqn.params[param], ins, place)
 
     def cond(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         branches = eqn.params["branches"]
-        return self._enter(branches[min(max(int(ins[0]), 0), len(branches) - 1)], ins[1:], place)
+        return self.run(branches[min(max(int(ins[0]), 0), len(branches) - 1)], ins[1:], place)
 
     def loop(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         carry, round_ = ins[second:], 0
         while True:
             here = place._replace(rounds=(*place.rounds, round_))
-            (again,) = self._enter(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
+            (again,) = self.run(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
             if not bool(jnp.any(again)):
                 return carry
-            after = self._enter(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here)
+            after = self.run(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here)
             carry, round_ = [_where(again, new, old) for new, old in zip(after, carry, strict=True)], round_ + 1
 
     def scan(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
@@ -76,7 +73,7 @@ class Walker:
         order = range(length)
         for i in reversed(order) if eqn.params["reverse"] else order:
             here = place._replace(rounds=(*place.rounds, i))
-            outs = self._enter(body, [*ins[:consts], *carry, *(x[i] for x in xs)], here)
+            outs = self.run(body, [*ins[:consts], *carry, *(x[i] for x in xs)], here)
             carry = outs[:carries]
             ys.append(outs[carries:])
         if eqn.params["reverse"]:

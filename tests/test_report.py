@@ -94,6 +94,63 @@ def test_a_derivative_has_the_reason_of_what_it_is_of():
     assert str(row.run) == "bf16 bf16 -> f32"
 
 
+WRAPS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, None, length=3)[0],
+    "cond": lambda f: lambda w, x: lax.cond(x[0, 0] > 0, f, lambda w, x: x, w, x),
+    "nested": lambda f: jax.jit(lambda w, x: jax.checkpoint(f)(w, x)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_scope_that_pins_a_part_is_the_reason_of_its_derivatives(wrap, inside):
+    pinned = jax.named_scope("pinned")
+    layer = WRAPS[wrap](pinned(lambda w, x: jnp.tanh(x @ w)) if inside else lambda w, x: jnp.tanh(x @ w))
+
+    def loss(w, x):
+        return jnp.sum((layer if inside else pinned(layer))(w, x) @ w)
+
+    policy = jaxamp.default_amp_policy | {"pinned": jaxamp.use_original_precision}
+    report = amp_report(loss, compute_dtype=jnp.bfloat16, amp_policy=policy)(W, X)
+    matmuls = [row for row in report.matmuls if row.scope == "pinned"]
+    assert {(row.phase, row.reason) for row in matmuls} == {
+        ("forward", "scope 'pinned'"),
+        ("backward", "derivative of dot_general: scope 'pinned'"),
+    }
+    assert {str(row.written) for row in matmuls} == {"f32 f32 -> f32"}
+    assert not [row for row in report.rows if row.scope == "pinned" and row.written is None and row.kind != "cast"]
+
+
+def test_the_rule_of_a_custom_derivative_in_a_pinned_scope_has_its_reason():
+    @jax.custom_vjp
+    def f(w, x):
+        return x @ w
+
+    f.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
+    policy = jaxamp.default_amp_policy | {"pinned": jaxamp.use_original_precision}
+    report = amp_report(lambda w, x: jnp.sum(jax.named_scope("pinned")(f)(w, x)), amp_policy=policy)(W, X)
+    assert {row.reason.partition(": ")[2] for row in report.matmuls if row.phase == "backward"} == {"scope 'pinned'"}
+
+
+def test_a_loop_that_a_key_keeps_out_runs_as_written():
+    def loss(w, x):
+        x = lax.scan(lambda c, _: (jax.jit(lambda c: jnp.tanh(c @ w))(c), None), x @ w, None, length=3)[0]
+        return jnp.sum(x @ w)
+
+    policy = jaxamp.default_amp_policy | {jaxamp._compat.primitives()["scan"]: jaxamp.use_original_precision}
+    report = amp_report(loss, compute_dtype=jnp.bfloat16, amp_policy=policy)(W, X)
+    inside = [row for row in report.rows if row.times == 3 and row.phase == "forward"]
+    assert {(row.primitive, str(row.written), row.reason) for row in inside} == {
+        ("dot_general", "f32 f32 -> f32", "inside of scan: policy table"),
+        ("tanh", "f32 -> f32", "inside of scan: policy table"),
+    }
+    back = {row.reason for row in report.matmuls if row.times == 3 and row.phase == "backward"}
+    assert back == {"derivative of dot_general: inside of scan: policy table"}
+
+
 # -- rows
 
 
