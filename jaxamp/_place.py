@@ -31,6 +31,7 @@ class Place(NamedTuple):
     scopes: tuple[str, ...] = ()
     times: int = 1  # of a scan's body, its length
     rounds: tuple[int, ...] = ()  # while it runs: of each loop around it, the number of the round
+    turns: tuple[tuple[int, int], ...] = ()  # the same with branches, each with the number of its loop or cond
     mark: int | None = None  # the number of the step that runs it
     source: Source | None = None
 

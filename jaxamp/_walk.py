@@ -4,6 +4,7 @@ Loops are unrolled in Python, so that the watcher sees each round. What can't be
 callbacks) is run as one operation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Walker:
     def __init__(self, ledger: Ledger, watch: Watch):
         self._ledger = ledger
         self._watch = watch
+        self._entered: Counter[Any] = Counter()
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
         env: dict[Any, Any] = {}
@@ -50,15 +52,22 @@ class Walker:
     def call(self, param: str, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         return self.run(eqn.params[param], ins, place)
 
+    def _turns(self, place: Place) -> Callable[[int], tuple[tuple[int, int], ...]]:
+        """The turns inside of a loop or cond that is here, by its round or branch."""
+        number = self._entered[place.turns]
+        self._entered[place.turns] += 1
+        return lambda turn: (*place.turns, (number, turn))
+
     def cond(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         branches = eqn.params["branches"]
-        return self.run(branches[min(max(int(ins[0]), 0), len(branches) - 1)], ins[1:], place)
+        taken = min(max(int(ins[0]), 0), len(branches) - 1)
+        return self.run(branches[taken], ins[1:], place._replace(turns=self._turns(place)(taken)))
 
     def loop(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry, round_ = ins[second:], 0
+        carry, round_, turns = ins[second:], 0, self._turns(place)
         while True:
-            here = place._replace(rounds=(*place.rounds, round_))
+            here = place._replace(rounds=(*place.rounds, round_), turns=turns(round_))
             (again,) = self.run(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
             if not bool(jnp.any(again)):
                 return carry
@@ -70,9 +79,9 @@ class Walker:
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         carry, xs = ins[consts : consts + carries], ins[consts + carries :]
         ys: list[list[Any]] = []
-        order = range(length)
+        order, turns = range(length), self._turns(place)
         for i in reversed(order) if eqn.params["reverse"] else order:
-            here = place._replace(rounds=(*place.rounds, i))
+            here = place._replace(rounds=(*place.rounds, i), turns=turns(i))
             outs = self.run(body, [*ins[:consts], *carry, *(x[i] for x in xs)], here)
             carry = outs[:carries]
             ys.append(outs[carries:])
