@@ -148,7 +148,7 @@ def compare(
         fn: The function, as it would be given to `amp`.
         compute_dtype, amp_policy, keep: As for `amp`.
         backward: Whether to compare the gradients of the first result, by the floating-point arrays of the first
-            argument.
+            argument. A result that is no scalar is summed, and a note says so.
 
     Returns:
         A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns a `Comparison`. The reference is
@@ -188,6 +188,7 @@ def compare(
             for i, (x, y) in enumerate(zip(found, expected, strict=True))
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
+        holding = [f"result {i}" for i, y in enumerate(expected) if _has_nan(y)]
         gradients = []
         if backward:
             pullbacks, more = program.pullbacks(written, program.mixed)
@@ -196,11 +197,14 @@ def compare(
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
                 expected = _gradient(pullbacks[0], wide, 1.0)
                 found = _gradient(pullbacks[1], program.arrays, scale)
+                paths = _paths(args[0])
+                holding += [f"the gradient of {path}" for path, y in zip(paths, expected, strict=True) if _has_nan(y)]
                 gradients = [
                     Compared(path, "", None, str(x.dtype), error_of(np.asarray(x, np.float64) / scale, y))
-                    for path, x, y in zip(_paths(args[0]), found, expected, strict=True)
+                    for path, x, y in zip(paths, found, expected, strict=True)
                 ]
                 recorder.add_range(GRADIENTS, expected)
+        notes += [f"NaN in the reference, which equals NaN under amp: {', '.join(holding)}"] if holding else []
         return Comparison(
             program.name,
             options.compute_dtype.name,
@@ -351,6 +355,10 @@ def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:
     results = jax.jit(jec.jaxpr_as_fun(pullback.forward))(*arrays)
     outs, kept = results[: pullback.results], results[pullback.results :]
     return jax.jit(jec.jaxpr_as_fun(pullback.jaxpr))(*kept, *pullback.seeds(outs, scale))
+
+
+def _has_nan(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and bool(jnp.isnan(x).any())
 
 
 def _paths(tree: Any) -> list[str]:

@@ -164,7 +164,7 @@ class Judge:
             together = EXACT
         kept = together if together > EXACT else EXACT
         if is_mixed(eqn.primitive):
-            return How.ORIGINAL, "runs low already", LOW
+            return How.ORIGINAL, "low already, by an amp inside", LOW
         if found.rule not in _KNOWN:
             return How.RULE, _source(found), kept
         if eqn.primitive is lax.convert_element_type_p:

@@ -137,7 +137,7 @@ def find_overflow(
         fn: The loss, as it would be given to `amp`. Its first result is differentiated, by the floating-point arrays of
             the first argument.
         compute_dtype, amp_policy, keep: As for `amp`.
-        backward: Whether to look at the backward pass too.
+        backward: Whether to look at the backward pass too. A result that is no scalar is summed, and a note says so.
         underflow: The share of entries that a low operation of the backward pass may flush to zero before it is
             reported. Forwards, where small probabilities are zero in any network, it is half of them at least.
 
@@ -157,6 +157,7 @@ def find_overflow(
     - It runs operation by operation, outside of `jit`, and waits for each: a thousand operations take seconds. XLA may
       round elsewhere than JAX says: an overflow at the very limit may differ.
     - `shard_map`, kernels and callbacks are one operation.
+    - What a derivative needs of the forward pass, such as `0.5 / sqrt(x)`, is computed there: its phase is "forward".
     """
     check_function("find_overflow", fn)
     options = check_options(compute_dtype, amp_policy, keep)

@@ -13,6 +13,7 @@ from ._interpreter import Ledger
 from ._judge import Path
 from ._plan import Plan
 from ._pullback import Pullback, pullback_of
+from ._standing import float_dtype
 
 
 class Program(NamedTuple):
@@ -33,10 +34,12 @@ class Program(NamedTuple):
 
     def pullbacks(self, *jaxprs: Jaxpr) -> tuple[list[Pullback], list[str]]:
         """Programs of this call by the floats of the first argument; none, and a note why, if that can't be done."""
-        if not self.moving:
-            return [], ["no backward pass: the first argument has no floating-point array"]
+        results = [aval for aval in self.written.out_avals if float_dtype(aval) is not None]
+        if not self.moving or not results:
+            where = "the results have" if self.moving else "the first argument has"
+            return [], [f"no backward pass: {where} no floating-point array"]
         try:
-            return [pullback_of(jaxpr, self.moving) for jaxpr in jaxprs], []
+            return [pullback_of(jaxpr, self.moving) for jaxpr in jaxprs], _note_on_sum(results[0])
         except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
             return [], [f"no backward pass: {type(error).__name__}: {str(error).splitlines()[0]}"]
 
@@ -47,6 +50,14 @@ class Program(NamedTuple):
                 f"{name} got a shape or a traced value; expected arrays with numbers in them. Call it outside of jit, "
                 "on the arrays of one step."
             )
+
+
+def _note_on_sum(aval: Any) -> list[str]:
+    """A step as a whole has parameters for its first result: that their sum is differentiated has to be said."""
+    if not aval.shape:
+        return []
+    what = f"the first floating-point result is {aval.str_short()} and no scalar"
+    return [f"{what}: the backward pass is that of its sum. If it is no loss, pass backward=False."]
 
 
 def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:

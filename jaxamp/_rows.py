@@ -77,17 +77,18 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
     written, rule, reason, kind = None, "", "a result in its dtype", "matmul" if is_matmul(eqn) else "other"
     if place.mark is not None:
         origin, step = place.step(ledger)
+        of = base_name(origin.primitive)
         rule = name_of_rule(step.rule)
         if place.phase == "backward":
             why = "JAX's own rule" if step.reason == ENTERED else step.reason
-            written, reason = _as_if_written(run, origin), f"derivative of {origin.primitive.name}: {why}"
-            if name == "convert_element_type" == origin.primitive.name and _is_way_back(origin, run):
+            written, reason = _as_if_written(run, origin), f"derivative of {of}: {why}"
+            if name == "convert_element_type" == of and _is_way_back(origin, run):
                 written = run  # of the user's cast
-        elif origin.primitive.name == name:
+        elif of == name:
             written, reason = _dtypes(origin), step.reason
             kind = "not entered" if reason.startswith("not entered") else kind
         else:
-            reason = f"added for {origin.primitive.name}: {step.reason}"
+            reason = f"added for {of}: {step.reason}"
     if name == "convert_element_type" and written != run and _between_floats(eqn):
         kind = "cast"
     return Row(

@@ -120,6 +120,12 @@ def test_equal_infinities_are_no_error():
     assert error_of(np.array([np.nan, 1.0]), np.array([1.0, 1.0])).relative == float("inf")
 
 
+def test_equal_nans_are_told():
+    found = compare(lambda w: jnp.sum(w @ w) * jnp.nan)(PARAMS["up"])
+    assert [row.error.relative for row in (*found.results, *found.gradients)] == [0, 0]
+    assert found.notes == ("NaN in the reference, which equals NaN under amp: result 0, the gradient of the argument",)
+
+
 def test_results_beside_the_first_are_not_differentiated():
     def with_norm(params, x):
         return loss(params, x), jnp.sqrt(jnp.sum((x - x) ** 2) * jnp.sum(params["up"]) * 0)

@@ -151,6 +151,18 @@ def test_a_loop_that_a_key_keeps_out_runs_as_written():
     assert back == {"derivative of dot_general: inside of scan: policy table"}
 
 
+def test_what_an_amp_inside_has_made_low_says_so():
+    inside = jaxamp.amp(lambda w, x: jnp.tanh(x @ w), compute_dtype=jnp.bfloat16)
+    report = amp_report(lambda w, x: jnp.sum(inside(w, x)), compute_dtype=jnp.bfloat16)(W, X)
+    found = {row.phase: (row.reason, str(row.run)) for row in report.matmuls}
+    assert found == {
+        "forward": ("low already, by an amp inside", "bf16 bf16 -> bf16"),
+        "backward": ("derivative of dot_general: low already, by an amp inside", "bf16 bf16 -> f32"),
+    }
+    assert all(row.written is not None for row in report.matmuls)
+    assert not any("mixed_" in row.reason for row in report.rows)
+
+
 # -- rows
 
 
@@ -360,6 +372,25 @@ def test_nothing_is_computed():
 
     amp_report(loss)(shape(8, 8), shape(16, 8))
     assert amp_report(lambda w: jnp.sum(w))(shape(2**40)).matmuls == ()
+
+
+def test_a_result_that_is_no_scalar_is_summed_and_told():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.sum(x)
+
+    note = "the first floating-point result is float32[8,8] and no scalar: the backward pass is that of its sum. "
+    note += "If it is no loss, pass backward=False."
+    assert amp_report(step)(W, X).notes == (note,)
+    assert jaxamp.find_overflow(step)(W, X).notes == (note,)
+    assert jaxamp.compare(step)(W, X).notes == (note,)
+    assert amp_report(step, backward=False)(W, X).notes == ()
+    assert amp_report(lambda w, x: (jnp.argmax(w), *step(w, x)[1:]))(W, X).notes == ()
+
+
+def test_no_float_in_the_results():
+    report = amp_report(lambda x: jnp.argmax(x))(X)
+    assert report.notes == ("no backward pass: the results have no floating-point array",)
+    assert report.kept is None
 
 
 def test_no_float_in_the_first_argument():
