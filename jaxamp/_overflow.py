@@ -23,7 +23,7 @@ from ._amp import PolicyLike, check_function, check_options
 from ._compat import Jaxpr, Primitive
 from ._cost import base_name
 from ._facts import ELEMENTWISE, MOVES
-from ._higher_order import bind
+from ._higher_order import bind, is_higher_order
 from ._place import Place, Source
 from ._program import Program, program_of
 from ._pullback import Pullback
@@ -46,6 +46,7 @@ class Event(NamedTuple):
     limit: float  # the largest number that the dtype holds; for an underflow the smallest normal one
     share: float  # of the entries of the result, or of the operand that was clamped
     at_scale_one: bool | None  # whether it is there without loss scaling; None: forwards, or no scaler was given
+    of: str = ""  # the primitive of the user's whose cast or derivative it is, if it is another
     again: tuple[tuple[int, ...], ...] = ()  # other rounds that it is in: one may be masked, and another not
 
     def __str__(self) -> str:
@@ -59,6 +60,7 @@ class Event(NamedTuple):
             if part
         )
         what = f"an operand of {self.primitive}" if self.kind == "clamped" else self.primitive
+        what += f", made for {self.of}" if self.of else ""
         text = f"{self.kind} in the {self.phase} pass: {what} ({where})"
         word = "smallest normal" if self.kind == "underflow" else "largest"
         text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
@@ -278,7 +280,14 @@ class _Probe:
         largest = max((float(_largest(x)) for x in ins if _is_float(x) and np.size(x)), default=0.0)
         name, share = base_name(primitive), entries / size
         where = place.phase, place.scope, name, place.source, place.rounds
-        self._found[key] = Event(kind, *where, str(dtype), largest, limit, share, None), {place.rounds: None}
+        event = Event(kind, *where, str(dtype), largest, limit, share, None, self._made_for(place, name))
+        self._found[key] = event, {place.rounds: None}
+
+    def _made_for(self, place: Place, name: str) -> str:
+        origin = None if place.mark is None else self._ledger.equation(place.mark)
+        if origin is None or is_higher_order(origin.primitive) or base_name(origin.primitive) == name:
+            return ""
+        return base_name(origin.primitive)
 
     @property
     def events(self) -> list[Event]:

@@ -323,6 +323,12 @@ def test_several_results_the_first_is_differentiated():
     assert not [event for event in report.events if event.phase == "backward"]
 
 
+def test_an_operation_of_a_derivative_says_of_what():
+    report = find_overflow(lambda w, x: jnp.sum(jnp.sqrt(x * w)))(jnp.zeros((4, 8)), X)
+    assert (report.first.primitive, report.first.of) == ("div", "sqrt")
+    assert "overflow in the forward pass: div, made for sqrt (test_overflow.py:" in str(report)
+
+
 def test_the_report_as_a_dictionary():
     report = find_overflow(exp_of_100, amp_policy=LOW_EXP)(100 * W, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
     found = json.loads(json.dumps(report.to_dict()))
