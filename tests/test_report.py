@@ -1,5 +1,6 @@
 """What a report says: reasons, totals, source lines; as data, as text, and as a check."""
 
+import contextlib
 import json
 
 import jax
@@ -487,7 +488,7 @@ ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
   %d = f32[8,8]{1,0} convert(%a)
   %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
   %h = bf16[8,8] dot(%a, %c), metadata={op_name="jit(f)/jvp(jit(g))/eval_jaxpr/block/attention/dot"}
-  %g = (f32[8,8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/block/dot"}
+  %g = (f32[8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/body/block/d"}
   ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
 }
 """
@@ -500,6 +501,35 @@ def test_the_matmuls_of_a_compiled_program():
         ("dot", ("bfloat16", "bfloat16"), "block/attention"),
         ("__cublas$gemm", ("bfloat16", "bfloat16"), "block"),
     ]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_scopes_of_a_compiled_program_are_those_of_the_report(backward):
+    def layer(*names):
+        def apply(w, x):
+            with contextlib.ExitStack() as stack:
+                for name in names:
+                    stack.enter_context(jax.named_scope(name))
+                return jnp.tanh(x @ w)
+
+        return apply
+
+    def loss(w, x):
+        for name in ("body", "cond", "while", "f(x)", "a/b"):
+            x = layer(name)(w, x)
+        with jax.named_scope("cond"):
+            x = lax.cond(x[0, 0] > 0, layer("branch"), layer("branch_1_fun"), w, x)
+        with jax.named_scope("loop"):
+            x = lax.scan(lambda c, _: (layer("while", "inside")(w, c), None), x, None, length=3)[0]
+        with jax.named_scope("outer"), jax.named_scope("again"):
+            x = jax.checkpoint(lambda w, x: jnp.tanh(layer("inner")(w, x) @ w))(w, x)
+        with jax.named_scope("mapped"):
+            x = jax.vmap(lambda row: layer("row")(w, row))(x)
+        return jnp.sum(jax.jit(layer("jitted"))(w, x))
+
+    report = amp_report(loss, compute_dtype=F32, backward=backward)(W, X)
+    compiled = jax.jit(jax.value_and_grad(loss) if backward else loss).lower(W, X).compile()
+    assert {row.scope for row in compiled_matmuls(compiled)} == {row.scope for row in report.matmuls}
 
 
 def test_a_compiled_program_is_checked_too():
