@@ -22,7 +22,7 @@ import numpy as np
 from ._amp import PolicyLike, check_function, check_options
 from ._compat import Jaxpr, Primitive
 from ._cost import base_name
-from ._facts import ELEMENTWISE, MOVES
+from ._facts import ELEMENTWISE, MATMULS, MOVES, PRESERVES, REDUCES
 from ._higher_order import bind, is_higher_order
 from ._place import Place, Source
 from ._program import Program, program_of
@@ -310,21 +310,28 @@ def _finite_beyond(x: Any, largest: Any) -> jax.Array:
 
 def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
     """How many entries of a result are NaN but made of no NaN, and how many are infinite but made of finite numbers."""
-    name, floats = eqn.primitive.name, [x for x in ins if _is_float(x)]
+    name, floats = base_name(eqn.primitive), [x for x in ins if _is_float(x)]
+    nans, infs = jnp.isnan(out), jnp.isinf(out)
     if name in MOVES and name != "reduce_precision":
         return 0, 0
     if all(bool(_all_finite(x)) for x in floats):
-        return int(jnp.isnan(out).sum()), int(jnp.isinf(out).sum())
+        return int(nans.sum()), int(infs.sum())
     if name in ELEMENTWISE:
         of_nan, of_infinite = (functools.reduce(jnp.logical_or, map(f, floats)) for f in (jnp.isnan, _is_not_finite))
-        return int((jnp.isnan(out) & ~of_nan).sum()), int((jnp.isinf(out) & ~of_infinite).sum())
-    # Which entries another one is made of is not known: what is there without those that are bad is made here.
-    without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
-    finite = _again(eqn, k, [_replaced(x, _is_not_finite, "prod" in name) for x in ins])
-    if without_nan is None or finite is None:
-        return 0, 0
-    overflows = jnp.isinf(finite) & (jnp.isnan(out) | (out == finite))
-    return int((jnp.isnan(out) & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
+        return int((nans & ~of_nan).sum()), int((infs & ~of_infinite).sum())
+    if name in _SUMS:  # what is there without those of its operands that are bad is made here
+        without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
+        finite = _again(eqn, k, [_replaced(x, _is_not_finite, "prod" in name) for x in ins])
+        if without_nan is not None and finite is not None:
+            overflows = jnp.isinf(finite) & (nans | (out == finite))
+            return int((nans & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
+    # Which entries another one is made of is not known.
+    wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
+    overflows = infs & (False if wide is None else jnp.isfinite(wide))
+    return 0 if any(bool(jnp.isnan(x).any()) for x in floats) else int(nans.sum()), int(overflows.sum())
+
+
+_SUMS = MATMULS | REDUCES | PRESERVES
 
 
 def _is_not_finite(x: Any) -> jax.Array:

@@ -244,6 +244,7 @@ NAN, INF = jnp.nan, jnp.inf
         (lambda x: jnp.prod(x, 1), [[-INF, 1.0], [3e38, 3e38]], "overflow", "reduce_prod", 0.5),
         (lambda x: jnp.cumsum(x), [3e38, 3e38, -INF, 1.0], "overflow", "cumsum", 0.75),
         (lambda x: x @ x.T, [[INF, 1.0], [3e38, 3e38]], "overflow", "dot_general", 0.25),
+        (lambda x: jnp.linalg.cholesky(x), [[NAN, 1.0], [1.0, -1.0]], None, None, None),
         (lambda x: jnp.sort(x)[::-1], [NAN, INF, 1.0, 2.0], None, None, None),
         (lambda x: jnp.sum(x, 1), [[NAN, 1.0], [INF, 2.0]], None, None, None),
     ],
