@@ -180,6 +180,7 @@ def find_overflow(
             found, gradients = _probed_backward(program, underflow, pullback, outs, scale)
             events, outs = events + found, outs[: pullback.results]
         clamped = [event for event in events if event.kind == "clamped"]
+        before = {_key(event) for event in clamped if event.phase == "forward"}  # a checkpoint clamps it again
         small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
         finite = all(bool(_all_finite(x)) for x in (*outs, *gradients) if _is_float(x))
         return OverflowReport(
@@ -189,7 +190,7 @@ def find_overflow(
             finite,
             tuple(event for event in events if event.kind in ("overflow", "invalid")),
             tuple(small),
-            tuple(clamped),
+            tuple(event for event in clamped if event.phase == "forward" or _key(event) not in before),
             tuple(notes),
         )
 

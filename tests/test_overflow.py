@@ -301,6 +301,7 @@ def test_what_is_clamped_to_the_range_of_the_dtype():
     assert "nothing found" not in str(report)
     assert json.loads(json.dumps(report.to_dict()))["clamped"][0]["primitive"] == "dot_general"
     assert not find_overflow(loss)(W, 1e-3 * X)
+    assert find_overflow(jax.checkpoint(loss))(W, X).clamped == report.clamped
 
 
 def test_a_clamp_of_the_users_is_theirs():
