@@ -42,10 +42,10 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Ms: of one step called from Python, which takes the host some microseconds per array. In a training step the host is"
-    " ahead, and what counts is the time on the device: the kernels' own, from a trace; of PyTorch, the first again.",
-    "Ratio: how many times as fast on the device. Bytes: parameters and state, held between steps; temporary: besides, in"
-    " a step.",
+    "Ms: of a step that Python calls, which takes the host some microseconds per array. In a training step the host is"
+    " ahead, and what counts is the time on the device: that of the kernels, from a trace. PyTorch has the first.",
+    "Ratio: how many times as fast on the device.",
+    "Bytes: parameters and state, held between steps; temporary: besides, in a step.",
     "The floor: the bytes that a side must move, over the bandwidth of a copy on this device.",
 )
 Tree = dict[str, tuple[int, ...]]
