@@ -4,6 +4,7 @@
 name. PyTorch takes part where it is installed with a GPU. All of it, and the results rendered:
 
     python -m benchmarks.train_step --json results/train_step.json
+    python -m benchmarks.kernels --json results/kernels.json
     python -m benchmarks.memory --json results/memory.json
     python -m benchmarks.growth --json results/growth.json
     python -m benchmarks.matmul --json results/matmul.json

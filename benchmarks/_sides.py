@@ -89,6 +89,19 @@ def ours_float16(case: Case) -> Step:
     return Step(run, lambda: first_state(case, plain_attention, (jax.tree.map(jnp.copy, scaler),)))
 
 
+def ours_float16_constant(case: Case, scale: float = 2.0**15) -> Step:
+    """The same numbers without the scaler's work: what float16 itself takes."""
+    loss = jaxamp.amp(loss_fn, compute_dtype=jnp.float16)
+
+    def run(state: Any, x: Any, y: Any) -> Any:
+        model, opt = state
+        value, grads = jax.value_and_grad(lambda *args: scale * loss(*args))(model, x, y)
+        updates, opt = OPTIMIZER.update(jax.tree.map(lambda g: g / scale, grads), opt, model)
+        return (optax.apply_updates(model, updates), opt), value / scale
+
+    return Step(run, lambda: first_state(case, plain_attention))
+
+
 def our_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
     return jaxamp.dot_product_attention(q, k, v, is_causal=causal)
 
@@ -208,6 +221,7 @@ SIDES = {
     "ours-fast": _ours("fast", amp_policy="fast"),
     "ours-torch": _ours("torch", amp_policy="torch"),
     "ours-float16": Side("ours, float16 and scaler", ours_float16),
+    "ours-float16-constant": Side("ours, float16 and a constant scale", ours_float16_constant),
     "ours-keep": _ours("keep='matmuls'", keep="matmuls"),
     "ours-attention": _ours("our attention", our_attention),
     "ours-attention-fast": _ours("fast, our attention", our_attention, amp_policy="fast"),

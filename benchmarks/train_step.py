@@ -32,8 +32,8 @@ USUAL = {
         *("upstream", "upstream-mended", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
     ),
     ("vit", "scan"): (
-        *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-attention"),
-        *("ours-attention-fast", "mpx", "jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
+        *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-float16-constant"),
+        *("ours-attention", "ours-attention-fast", "mpx", "jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
     ),
     ("gpt", "unrolled"): (*CORE, "hand-cudnn", "torch-compile-sdpa"),
     ("gpt", "scan"): CORE,

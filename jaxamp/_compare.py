@@ -1,7 +1,8 @@
 """`compare`: how far `amp` is from full precision, operation by operation and gradient by gradient.
 
 The call is run twice, equation by equation: as written, and as `amp` runs it. The n-th exponential of a scope is
-compared with the n-th exponential of that scope.
+compared with the n-th exponential of that scope, round by round of a loop. What the other run does not have, because a
+loop ended sooner or another branch was taken, is left out.
 """
 
 from collections import Counter
@@ -147,7 +148,7 @@ def compare(
         fn: The function, as it would be given to `amp`.
         compute_dtype, amp_policy, keep: As for `amp`.
         backward: Whether to compare the gradients of the first result, by the floating-point arrays of the first
-            argument.
+            argument. A result that is no scalar is summed, and a note says so.
 
     Returns:
         A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns a `Comparison`. The reference is
@@ -181,11 +182,13 @@ def compare(
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
         judge = _Judge(recorder.seen, program.ledger)
         found = Walker(program.ledger, judge.look).run(program.mixed, program.arrays, Place("forward", program.path))
+        notes += judge.notes()
         results = [
             Compared(f"result {i}", "", None, str(x.dtype), error_of(x, y))
             for i, (x, y) in enumerate(zip(found, expected, strict=True))
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
+        holding = [f"result {i}" for i, y in enumerate(expected) if _has_nan(y)]
         gradients = []
         if backward:
             pullbacks, more = program.pullbacks(written, program.mixed)
@@ -194,11 +197,14 @@ def compare(
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
                 expected = _gradient(pullbacks[0], wide, 1.0)
                 found = _gradient(pullbacks[1], program.arrays, scale)
+                paths = _paths(args[0])
+                holding += [f"the gradient of {path}" for path, y in zip(paths, expected, strict=True) if _has_nan(y)]
                 gradients = [
                     Compared(path, "", None, str(x.dtype), error_of(np.asarray(x, np.float64) / scale, y))
-                    for path, x, y in zip(_paths(args[0]), found, expected, strict=True)
+                    for path, x, y in zip(paths, found, expected, strict=True)
                 ]
                 recorder.add_range(GRADIENTS, expected)
+        notes += [f"NaN in the reference, which equals NaN under amp: {', '.join(holding)}"] if holding else []
         return Comparison(
             program.name,
             options.compute_dtype.name,
@@ -270,21 +276,24 @@ def _widened(x: Any) -> Any:
     return jnp.asarray(x, jnp.float64) if is_array and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-Key = tuple[str, str, int]
+Key = tuple[str, str, Any, int]
 
 
 class _Numbers:
-    """Numbers operations that compute: the n-th of its primitive in its scope."""
+    """Numbers operations that compute: the n-th of its primitive in its scope, in this round and branch."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, Any]] = Counter()
 
-    def key(self, eqn: Any, place: Place) -> Key | None:
+    def key(self, eqn: Any, place: Place, outs: Sequence[Any]) -> Key | None:
         name = base_name(eqn.primitive)
         if name in MOVES or name in COMPARES or name in ("convert_element_type", "held"):
             return None
-        self._counts[place.scope, name] += 1
-        return place.scope, name, self._counts[place.scope, name]
+        if not outs or not jnp.issubdtype(outs[0].dtype, jnp.floating):
+            return None
+        which = place.scope, name, place.turns
+        self._counts[which] += 1
+        return *which, self._counts[which]
 
 
 class _Recorder:
@@ -296,8 +305,8 @@ class _Recorder:
         self._numbers = _Numbers()
 
     def record(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        key = self._numbers.key(eqn, place)
-        if key is not None and outs and jnp.issubdtype(outs[0].dtype, jnp.floating):
+        key = self._numbers.key(eqn, place, outs)
+        if key is not None:
             self.seen[key] = outs[0]
             self.add_range(place.scope, outs[:1])
 
@@ -307,26 +316,38 @@ class _Recorder:
 
 
 class _Judge:
-    """Compares the results of another run with those that were kept."""
+    """Compares the results of another run with those that were kept, which it uses up."""
 
     def __init__(self, seen: dict[Key, Any], ledger: Ledger):
         self.rows: list[Compared] = []
+        self._alone = 0
         self._ledger = ledger
         self._seen = seen
         self._numbers = _Numbers()
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        key = self._numbers.key(eqn, place)
-        reference = None if key is None else self._seen.get(key)
-        if reference is None:
+        key = self._numbers.key(eqn, place, outs)
+        if key is None:
             return
-        if place.mark is not None:
+        reference = self._seen.pop(key, None)
+        if reference is not None and place.mark is not None:
             origin, step = place.step(self._ledger)
             order = order_when_swapped(origin) if step.swapped else None
             reference = reference if order is None else jnp.transpose(reference, order)
-        if reference.shape == outs[0].shape:
-            name, dtype = base_name(eqn.primitive), str(outs[0].dtype)
-            self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
+        if reference is None or reference.shape != outs[0].shape:
+            self._alone += 1
+            return
+        name, dtype = base_name(eqn.primitive), str(outs[0].dtype)
+        self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
+
+    def notes(self) -> list[str]:
+        """What was not compared."""
+        if not (self._alone or self._seen):
+            return []
+        return [
+            f"left out, for want of a partner in the other run: {self._alone} operations of amp, {len(self._seen)} of "
+            "the reference. Loops with other numbers of rounds and other branches have such."
+        ]
 
 
 def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:
@@ -334,6 +355,10 @@ def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:
     results = jax.jit(jec.jaxpr_as_fun(pullback.forward))(*arrays)
     outs, kept = results[: pullback.results], results[pullback.results :]
     return jax.jit(jec.jaxpr_as_fun(pullback.jaxpr))(*kept, *pullback.seeds(outs, scale))
+
+
+def _has_nan(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and bool(jnp.isnan(x).any())
 
 
 def _paths(tree: Any) -> list[str]:

@@ -94,6 +94,13 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any]) -> Jaxpr:
+    """A jaxpr, open or closed, with other equations."""
+    body = open_jaxpr(jaxpr)
+    new = body.replace(eqns=list(eqns))
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
 def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
     """The constants that a jaxpr carries; none for an open one."""
     return getattr(jaxpr, "consts", ())

@@ -61,11 +61,43 @@ def _library(rest: str) -> str:
 
 
 def _scope(rest: str) -> str:
-    """`jit(step)/transpose(jvp(block))/attention/dot_general` as `block/attention`."""
+    """`jit(step)/transpose(jvp(block))/while/body/attention/dot_general` as `block/attention`.
+
+    What JAX adds for loops and branches comes in pairs, so that a scope of the same name is told from it; what it adds
+    for a checkpoint does not, and is left out as in a report.
+    """
     found = _NAME.search(rest)
-    parts = found[1].split("/")[:-1] if found else []
-    inner = (re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in parts if "jit(" not in part)
-    return "/".join(part for part in inner if part and part not in _OWN)
+    name = _LOOP.sub("", _BRANCH.sub("", found[1])) if found else ""
+    parts = _split(name)[:-1]
+    scopes = [scope for scope in map(_unwrapped, parts) if scope and scope not in _OWN and not _JIT.fullmatch(scope)]
+    transposed = next((i for i, part in enumerate(parts) if part.startswith("transpose(")), len(parts))
+    if any(part.startswith("jvp(") for part in parts[transposed:]):  # what is computed again says its path again
+        half = len(scopes) // 2
+        again = next((n for n in range(half, 0, -1) if scopes[:n] == scopes[n : 2 * n]), 0)
+        scopes = scopes[again:]
+    return "/".join(scopes)
 
 
-_OWN = frozenset({"while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation"})
+_LOOP = re.compile(r"(?:^|(?<=/))while/(?:body_pred|body|cond)/")
+_BRANCH = re.compile(r"(?:^|(?<=/))cond/branch_\d+_fun/")
+_JIT = re.compile(r"p?jit\(.*\)")
+_TRANSFORM = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
+_OWN = frozenset({"closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map"})
+
+
+def _split(path: str) -> list[str]:
+    """The parts of a path, whose slashes are outside of parentheses."""
+    parts = [""]
+    for piece in path.split("/"):
+        parts[-1] += piece
+        if parts[-1].count("(") <= parts[-1].count(")"):
+            parts.append("")
+        else:
+            parts[-1] += "/"
+    return path.split("/") if parts[-1] else parts[:-1]  # a scope may have half a pair
+
+
+def _unwrapped(part: str) -> str:
+    while (found := _TRANSFORM.fullmatch(part)) is not None:
+        part = found[1]
+    return part

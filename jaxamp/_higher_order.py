@@ -146,15 +146,23 @@ def _describe_while(eqn: Any) -> Entry:
 
 
 def _rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
-    params: dict[str, Any] = {}
-    for body, plan in zip(step.entry.bodies, step.bodies, strict=True):
-        jaxpr = rewriter.trace(plan, [step.outs[r] for r in body.results] or plan.outs)
+    jaxprs = [
+        rewriter.trace(plan, [step.outs[r] for r in body.results] or plan.outs)
+        for body, plan in zip(step.entry.bodies, step.bodies, strict=True)
+    ]
+    return bind(eqn, operands, **with_bodies(eqn, step.entry, jaxprs))
+
+
+def with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation with other jaxprs for its bodies."""
+    params = dict(eqn.params)
+    for body, jaxpr in zip(entry.bodies, jaxprs, strict=True):
         if body.item is None:
             params[body.param] = jaxpr
         else:
-            items = params.get(body.param, eqn.params[body.param])
-            params[body.param] = tuple(jaxpr if i == body.item else old for i, old in enumerate(items))
-    return bind(eqn, operands, **params)
+            items = enumerate(params[body.param])
+            params[body.param] = tuple(jaxpr if i == body.item else old for i, old in items)
+    return params
 
 
 def _run_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:

@@ -16,7 +16,17 @@ import numpy as np
 from jax import lax
 
 from . import _higher_order
-from ._compat import Jaxpr, Literal, Var, consts_of, current_name_stack, marked, open_jaxpr, user_context
+from ._compat import (
+    Jaxpr,
+    Literal,
+    Var,
+    consts_of,
+    current_name_stack,
+    marked,
+    open_jaxpr,
+    user_context,
+    with_equations,
+)
 from ._facts import SPREADS, SUMS
 from ._higher_order import bind
 from ._islands import Island, find_islands
@@ -111,11 +121,16 @@ class Where(enum.Enum):
 
 
 class Ledger:
-    """Numbers for the steps that are run, by which a report finds the step behind an equation of the result."""
+    """Numbers for the steps that are run, by which a report finds the step behind an equation of the result.
+
+    Name stacks carry them. What is run as it was written is bound with its numbers in the bodies too, so that the
+    derivatives of these have them.
+    """
 
     def __init__(self) -> None:
         self.steps: list[tuple[Plan, int]] = []
         self._numbers: dict[tuple[int, int], int] = {}
+        self._numbered: dict[int, tuple[Plan, Jaxpr]] = {}
 
     def number(self, plan: Plan, i: int) -> int:
         if (id(plan), i) not in self._numbers:
@@ -127,6 +142,31 @@ class Ledger:
         """The equation of the user's that a number stands for."""
         plan, i = self.steps[number]
         return open_jaxpr(plan.jaxpr).eqns[i]
+
+    def numbered(self, eqn: Any, step: Step) -> Any:
+        """An equation with numbers in its bodies. Those of one that a key keeps out have its own step."""
+        entry = _higher_order.describe(eqn)
+        if entry is None:
+            return eqn
+        inside = step if step.reason.startswith("inside of ") else _inside_of(eqn, step)
+        plans = step.bodies or [
+            Plan(body.jaxpr, (), (), (inside,) * len(open_jaxpr(body.jaxpr).eqns), (), False) for body in entry.bodies
+        ]
+        return eqn.replace(params=_higher_order.with_bodies(eqn, entry, [self.jaxpr_of(plan) for plan in plans]))
+
+    def jaxpr_of(self, plan: Plan) -> Jaxpr:
+        """The jaxpr of a plan that changes nothing, with numbers."""
+        if id(plan) not in self._numbered:
+            eqns = []
+            for i, (eqn, step) in enumerate(zip(open_jaxpr(plan.jaxpr).eqns, plan.steps, strict=True)):
+                info = eqn.source_info.replace(name_stack=marked(eqn.source_info.name_stack, self.number(plan, i)))
+                eqns.append(self.numbered(eqn, step).replace(source_info=info))
+            self._numbered[id(plan)] = plan, with_equations(plan.jaxpr, eqns)
+        return self._numbered[id(plan)][1]
+
+
+def _inside_of(eqn: Any, step: Step) -> Step:
+    return step._replace(reason=f"inside of {eqn.primitive.name}: {step.reason}")
 
 
 class Interpreter:
@@ -221,6 +261,8 @@ class Interpreter:
                 env.postpone(open_jaxpr(plan.jaxpr).eqns[i])
 
     def _run(self, eqn: Any, step: Step, env: _Env, spreads: bool) -> Sequence[Any]:
+        if self._ledger is not None and (step.how is How.RULE or not step.touched):
+            eqn = self._ledger.numbered(eqn, step)
         if step.how is How.RULE:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
@@ -263,7 +305,7 @@ class Interpreter:
         if not plan.touched and [o.dtype for o in outs] == [
             float_dtype(v.aval) for v in open_jaxpr(plan.jaxpr).outvars
         ]:
-            return plan.jaxpr
+            return plan.jaxpr if self._ledger is None else self._ledger.jaxpr_of(plan)
         key = (id(plan), tuple(outs), self._where)
         if key not in self._traced:
             avals = [

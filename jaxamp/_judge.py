@@ -164,7 +164,7 @@ class Judge:
             together = EXACT
         kept = together if together > EXACT else EXACT
         if is_mixed(eqn.primitive):
-            return How.ORIGINAL, "runs low already", LOW
+            return How.ORIGINAL, "low already, by an amp inside", LOW
         if found.rule not in _KNOWN:
             return How.RULE, _source(found), kept
         if eqn.primitive is lax.convert_element_type_p:
@@ -290,7 +290,8 @@ class Judge:
                 break
         outs = tuple(map(combine, results))
         bodies = tuple(tuple(into[i] for i in body.operands) for body in entry.bodies)
-        return Verdict(How.ENTER, "entered", outs, found, entry, bodies)
+        pinned = isinstance(found.key, str) and found.rule is use_original_precision
+        return Verdict(How.ENTER, _source(found) if pinned else ENTERED, outs, found, entry, bodies)
 
     def outs_of_rule(self, eqn: Any, ins: Sequence[Value], rule: Rule) -> tuple[Value, ...]:
         """Run a user's rule on abstract operands to learn the dtypes of the results."""
@@ -332,6 +333,7 @@ def apply_rule(rule: Rule, compute_dtype: np.dtype, eqn: Any, operands: Sequence
 
 
 _KNOWN = (use_compute_precision, use_inferred_precision, use_original_precision, use_widest_precision)
+ENTERED = "entered"
 _OUTER = "an outer product"
 _SMALL = 2**20  # entries of an array that are looked at while tracing
 _WHY_NOT_LOW = {

@@ -3,15 +3,14 @@
 import functools
 import os
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from ._compat import Jaxpr, first_frame, marks_of, open_jaxpr, scopes, up_to_mark
+from ._compat import first_frame, marks_of, scopes, up_to_mark
 from ._interpreter import Ledger
-from ._plan import Plan, Step
+from ._plan import Step
 
 
 class Source(NamedTuple):
@@ -32,20 +31,19 @@ class Place(NamedTuple):
     scopes: tuple[str, ...] = ()
     times: int = 1  # of a scan's body, its length
     rounds: tuple[int, ...] = ()  # while it runs: of each loop around it, the number of the round
+    turns: tuple[tuple[int, int], ...] = ()  # the same with branches, each with the number of its loop or cond
     mark: int | None = None  # the number of the step that runs it
     source: Source | None = None
-    plan: Plan | None = None  # of a jaxpr that runs as it was written, so that its equations have no numbers
 
     @property
     def scope(self) -> str:
         return "/".join(self.scopes)
 
-    def of(self, eqn: Any, i: int, ledger: Ledger) -> "Place":
-        """The place of equation `i` of the jaxpr that is here."""
+    def of(self, eqn: Any, ledger: Ledger) -> "Place":
+        """The place of an equation of the jaxpr that is here."""
         stack = eqn.source_info.name_stack
         marks = marks_of(stack)
         stack = up_to_mark(stack, marks[0]) if marks else stack
-        marks = marks if self.plan is None else [ledger.number(self.plan, i)]
         lines = [_source(e.source_info.traceback) for e in (*(ledger.equation(mark) for mark in marks), eqn)]
         lines = [line for line in lines if line is not None]
         users = [line for line in (*lines, self.source) if line is not None and _is_the_users(line.file)]
@@ -53,25 +51,13 @@ class Place(NamedTuple):
             scopes=self.scopes + scopes(stack),
             mark=marks[0] if marks else self.mark,
             source=next(iter((*users, *lines)), self.source),
-            plan=None,
         )
-
-    def inside(self, jaxpr: Jaxpr, ledger: Ledger) -> "Place":
-        """The place of a body of the equation that is here."""
-        bodies: Sequence[Plan] = () if self.mark is None else self.step(ledger)[1].bodies
-        return self._replace(plan=next((body for body in bodies if _runs_as_written(body, jaxpr)), None))
 
     def step(self, ledger: Ledger) -> tuple[Any, Step]:
         """The user's equation behind what is here, and what was planned for it."""
         assert self.mark is not None
         plan, i = ledger.steps[self.mark]
         return ledger.equation(self.mark), plan.steps[i]
-
-
-def _runs_as_written(plan: Plan, jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr is that of a plan which changes nothing, perhaps traced once more."""
-    written, run = open_jaxpr(plan.jaxpr).eqns, open_jaxpr(jaxpr).eqns
-    return not plan.touched and [eqn.primitive for eqn in written] == [eqn.primitive for eqn in run]
 
 
 # -- source lines

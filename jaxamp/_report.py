@@ -181,7 +181,9 @@ def amp_report(
     Args:
         fn: The function, as it would be given to `amp`.
         compute_dtype, amp_policy, keep: As for `amp`.
-        backward: Whether to report the backward pass too, by the floating-point arrays of the first argument.
+        backward: Whether to report the backward pass of the first floating-point result too, by the floating-point
+            arrays of the first argument. A result that is no scalar is summed, and a note says so: for a training step
+            as a whole, which has a backward pass inside, pass False.
 
     Returns:
         A function of `fn`'s arguments that returns an `AmpReport`. Nothing is computed; `jax.ShapeDtypeStruct`s do for

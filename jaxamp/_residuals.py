@@ -34,10 +34,14 @@ def keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
 def _is_activation(name: str, params: dict[str, Any]) -> bool:
     """Whether a function has a derivative of its own, and is made of cheap operations and of comparisons."""
     return name in ("custom_jvp_call", "jit") and all(
-        eqn.primitive.name in CHEAP | COMPARES or _is_activation(eqn.primitive.name, eqn.params)
+        _is_cheap(eqn) or _is_activation(eqn.primitive.name, eqn.params)
         for body in jec.jaxprs_in_params(params)
         for eqn in open_jaxpr(body).eqns
     )
+
+
+def _is_cheap(eqn: Any) -> bool:
+    return eqn.primitive.name in CHEAP | COMPARES and not (eqn.primitive is HELD and eqn.params["here"])
 
 
 def may_keep_little(written: Jaxpr) -> bool:

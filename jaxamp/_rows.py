@@ -15,7 +15,7 @@ from ._compat import Jaxpr, open_jaxpr
 from ._cost import Dims, base_name, bytes_of, dims_of, flops_of, is_matmul
 from ._higher_order import describe
 from ._interpreter import Ledger
-from ._judge import How, name_of_rule
+from ._judge import ENTERED, name_of_rule
 from ._place import Place, Source
 from ._standing import float_dtype
 
@@ -55,14 +55,14 @@ class Row(NamedTuple):
 
 def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
     """The rows of a jaxpr, bodies included."""
-    for i, eqn in enumerate(open_jaxpr(jaxpr).eqns):
-        here, entry = place.of(eqn, i, ledger), describe(eqn)
+    for eqn in open_jaxpr(jaxpr).eqns:
+        here, entry = place.of(eqn, ledger), describe(eqn)
         if entry is None:
             yield _row(eqn, ledger, here)
             continue
         here = here._replace(times=here.times * _times(eqn))
         for body in entry.bodies:
-            yield from rows_of(body.jaxpr, ledger, here.inside(body.jaxpr, ledger))
+            yield from rows_of(body.jaxpr, ledger, here)
 
 
 def _times(eqn: Any) -> int:
@@ -77,17 +77,18 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
     written, rule, reason, kind = None, "", "a result in its dtype", "matmul" if is_matmul(eqn) else "other"
     if place.mark is not None:
         origin, step = place.step(ledger)
+        of = base_name(origin.primitive)
         rule = name_of_rule(step.rule)
         if place.phase == "backward":
-            why = "JAX's own rule" if step.how is How.ENTER else step.reason
-            written, reason = _as_if_written(run, origin), f"derivative of {origin.primitive.name}: {why}"
-            if name == "convert_element_type" == origin.primitive.name and _is_way_back(origin, run):
+            why = "JAX's own rule" if step.reason == ENTERED else step.reason
+            written, reason = _as_if_written(run, origin), f"derivative of {of}: {why}"
+            if name == "convert_element_type" == of and _is_way_back(origin, run):
                 written = run  # of the user's cast
-        elif origin.primitive.name == name:
+        elif of == name:
             written, reason = _dtypes(origin), step.reason
             kind = "not entered" if reason.startswith("not entered") else kind
         else:
-            reason = f"added for {origin.primitive.name}: {step.reason}"
+            reason = f"added for {of}: {step.reason}"
     if name == "convert_element_type" and written != run and _between_floats(eqn):
         kind = "cast"
     return Row(

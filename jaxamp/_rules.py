@@ -36,9 +36,9 @@ def cast(x: Any, dtype: np.dtype | None) -> Any:
 
 
 def saturate(x: Any, dtype: np.dtype) -> Any:
-    """`x` in `dtype`, finite where it was finite."""
+    """`x` in `dtype`, finite where it was finite. `find_overflow` knows it by the `clamp`."""
     largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
-    return lax.convert_element_type(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x), dtype)
+    return lax.convert_element_type(lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x), dtype)
 
 
 def use_original_precision(

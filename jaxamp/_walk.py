@@ -4,6 +4,7 @@ Loops are unrolled in Python, so that the watcher sees each round. What can't be
 callbacks) is run as one operation.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class Walker:
     def __init__(self, ledger: Ledger, watch: Watch):
         self._ledger = ledger
         self._watch = watch
+        self._entered: Counter[Any] = Counter()
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
         env: dict[Any, Any] = {}
@@ -35,8 +37,8 @@ class Walker:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else env[atom]
 
-        for i, eqn in enumerate(body.eqns):
-            here, ins = place.of(eqn, i, self._ledger), [read(v) for v in eqn.invars]
+        for eqn in body.eqns:
+            here, ins = place.of(eqn, self._ledger), [read(v) for v in eqn.invars]
             enter = _ENTERED.get(eqn.primitive.name)
             with eqn.ctx.manager:
                 if enter is not None:
@@ -47,25 +49,29 @@ class Walker:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in body.outvars]
 
-    def _enter(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
-        return self.run(jaxpr, operands, place.inside(jaxpr, self._ledger))
-
     def call(self, param: str, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
-        return self._enter(eqn.params[param], ins, place)
+        return self.run(eqn.params[param], ins, place)
+
+    def _turns(self, place: Place) -> Callable[[int], tuple[tuple[int, int], ...]]:
+        """The turns inside of a loop or cond that is here, by its round or branch."""
+        number = self._entered[place.turns]
+        self._entered[place.turns] += 1
+        return lambda turn: (*place.turns, (number, turn))
 
     def cond(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         branches = eqn.params["branches"]
-        return self._enter(branches[min(max(int(ins[0]), 0), len(branches) - 1)], ins[1:], place)
+        taken = min(max(int(ins[0]), 0), len(branches) - 1)
+        return self.run(branches[taken], ins[1:], place._replace(turns=self._turns(place)(taken)))
 
     def loop(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry, round_ = ins[second:], 0
+        carry, round_, turns = ins[second:], 0, self._turns(place)
         while True:
-            here = place._replace(rounds=(*place.rounds, round_))
-            (again,) = self._enter(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
+            here = place._replace(rounds=(*place.rounds, round_), turns=turns(round_))
+            (again,) = self.run(eqn.params["cond_jaxpr"], [*ins[:first], *carry], here)
             if not bool(jnp.any(again)):
                 return carry
-            after = self._enter(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here)
+            after = self.run(eqn.params["body_jaxpr"], [*ins[first:second], *carry], here)
             carry, round_ = [_where(again, new, old) for new, old in zip(after, carry, strict=True)], round_ + 1
 
     def scan(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
@@ -73,10 +79,10 @@ class Walker:
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         carry, xs = ins[consts : consts + carries], ins[consts + carries :]
         ys: list[list[Any]] = []
-        order = range(length)
+        order, turns = range(length), self._turns(place)
         for i in reversed(order) if eqn.params["reverse"] else order:
-            here = place._replace(rounds=(*place.rounds, i))
-            outs = self._enter(body, [*ins[:consts], *carry, *(x[i] for x in xs)], here)
+            here = place._replace(rounds=(*place.rounds, i), turns=turns(i))
+            outs = self.run(body, [*ins[:consts], *carry, *(x[i] for x in xs)], here)
             carry = outs[:carries]
             ys.append(outs[carries:])
         if eqn.params["reverse"]:

@@ -83,7 +83,6 @@ def main():
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    import jaxamp
     from jaxamp import optim
 
     sharding = NamedSharding(Mesh(np.array(topology().devices[:1]), ("d",)), PartitionSpec())
@@ -96,7 +95,7 @@ def main():
         optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
         params = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         grads = jax.ShapeDtypeStruct(params.shape, jnp.dtype(grad_dtype))
-        checked = lambda p, s, g: optimizer.step(p, s, g, scale=2.0**-7, ok=jaxamp.all_finite(g))
+        checked = lambda p, s, g: optimizer.step_if_finite(p, s, g, scale=2.0**-7)
         step = checked if options.get("scaled") else optimizer.step
         program = compiled(step, params, jax.eval_shape(optimizer.init, params), grads)
         text = program.as_text()

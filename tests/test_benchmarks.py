@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _torch, _trees, memory, optimizer, results, train_step
+from benchmarks import _torch, _trees, kernels, memory, optimizer, results, train_step
 from benchmarks._contest import conclude
 from benchmarks._report import Column, markdown, number, text
 from benchmarks._sides import SIDES, choose
@@ -170,6 +170,25 @@ def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers,
         *("ours-keep", "ours-attention", "ours-attention-keep", "mpx", "jmp", "hand"),
     }
     assert not [row for row in rows.values() if (row["note"] or "").startswith("WRONG")]
+
+
+# -- kernels
+
+
+def test_kernels_are_grouped_by_what_they_are_for():
+    found = kernels.tally(
+        [("nvjet_tst_128x256", 3.0), ("gemm_fusion_dot_7", 1.0), ("loop_broadcast_fusion_2", 2.0), ("memcpy128", 1.0)]
+        + [("input_transpose_fusion", 0.5), ("input_reduce_fusion_1", 0.25), ("fusion_12", 0.25), ("??", 0.0)],
+        steps=2,
+    )
+    assert [(row["group"], row["ms"], row["launches"]) for row in found[:4]] == [
+        *[("all", 4.0, 4.0), ("matmuls", 2.0, 1.0)],
+        *[("buffers of a scan: zeros", 1.0, 0.5), ("buffers of a scan: copies", 0.5, 0.5)],
+    ]
+    assert {row["group"] for row in found[4:]} == {
+        *("transposes", "sums and maxima", "softmaxes and norms in one kernel", "other")
+    }
+    assert sum(row["share"] for row in found[1:]) == 1.0
 
 
 # -- tables

@@ -1,6 +1,7 @@
 """How far `amp` is from full precision, by operation, result and gradient."""
 
 import json
+import math
 
 import equinox as eqx
 import jax
@@ -119,6 +120,12 @@ def test_equal_infinities_are_no_error():
     assert error_of(np.array([np.nan, 1.0]), np.array([1.0, 1.0])).relative == float("inf")
 
 
+def test_equal_nans_are_told():
+    found = compare(lambda w: jnp.sum(w @ w) * jnp.nan)(PARAMS["up"])
+    assert [row.error.relative for row in (*found.results, *found.gradients)] == [0, 0]
+    assert found.notes == ("NaN in the reference, which equals NaN under amp: result 0, the gradient of the argument",)
+
+
 def test_results_beside_the_first_are_not_differentiated():
     def with_norm(params, x):
         return loss(params, x), jnp.sqrt(jnp.sum((x - x) ** 2) * jnp.sum(params["up"]) * 0)
@@ -155,6 +162,28 @@ def test_loops_and_modules():
     found = compare(lambda net, x: jnp.mean(net(x)), compute_dtype=jnp.bfloat16)(Net(PARAMS["up"], 3), X)
     assert [row.name for row in found.operations].count("tanh") == 3
     assert [row.name for row in found.gradients] == [".weight"]
+
+
+def test_rounds_and_branches_are_compared_with_their_like():
+    def drifting(w, x):
+        def body(state):
+            rounds, total = state
+            return rounds + 1, total + jnp.sum(jnp.tanh(x @ w))
+
+        limit = 3 * math.tanh(1) + 1e-4  # reached in three rounds, and in four if x is rounded to 1
+        rounds, _ = lax.while_loop(lambda state: state[1] < limit, body, (0, jnp.float32(0)))
+        y = lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c + i), x)
+        y += lax.cond(rounds > 3, lambda y: jnp.tanh(100 * y), lambda y: jnp.tanh(y - 1), y)
+        return jnp.sum(jnp.tanh(lax.stop_gradient(0 * y) + x))
+
+    found = compare(drifting, compute_dtype=jnp.bfloat16, backward=False)(
+        jnp.ones((1, 1)), jnp.full((1, 1), 1 + 2**-12)
+    )
+    tanhs = [row.error.relative for row in found.operations if row.name == "tanh"]
+    assert len(tanhs) == 3 + 2 + 1
+    assert max(tanhs) < 0.01
+    (note,) = found.notes
+    assert note.startswith("left out, for want of a partner in the other run: 6 operations of amp, 2 of the reference.")
 
 
 def test_what_has_no_backward_pass_says_so():

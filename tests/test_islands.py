@@ -189,6 +189,14 @@ def test_softmax_is_found_over_any_axes(axis):
     assert_near(jax.grad(amp)(small), float64_gradient(fn, small), 3e-2)
 
 
+@both
+def test_the_gradient_of_a_softmax_ignores_what_all_of_a_row_shares(low):
+    """Probabilities that are rounded do not sum to one: taken as they are, they let a common cotangent through."""
+    fn = lambda scores: jnp.sum(jax.nn.softmax(scores @ jnp.eye(ROWS)) @ jnp.ones((ROWS, 1)))
+    found = jax.grad(jaxamp.amp(fn, compute_dtype=low))(normal(1, ROWS, ROWS))
+    assert np.abs(found).max() < 1e-6
+
+
 def test_softmax_in_float16_survives_scores_beyond_the_range_of_its_exponentials():
     def fn(x):
         return jnp.sum(jax.nn.softmax(x @ x.T * 40.0, axis=-1) @ x)

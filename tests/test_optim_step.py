@@ -183,6 +183,29 @@ def test_a_step_not_taken_leaves_every_bit(name, storage):
     assert_same_bits(step(params, state, good), jax.jit(lambda *a: optimizer.step(*a, scale=0.5))(params, state, good))
 
 
+@pytest.mark.parametrize(("name", "storage"), slowly(STORED, STORED[:3]))
+def test_the_step_sees_by_itself_whether_gradients_are_finite(name, storage):
+    ours, _, options = PAIRS[name]
+    optimizer, params = ours(1e-2, storage=storage, **options), tree(BF16)
+    step = jax.jit(lambda *args: optimizer.step_if_finite(*args, scale=0.5))
+    state = optimizer.init(params)
+    good = gradients(params, 0)
+    *after, finite = step(params, state, good)
+    assert bool(finite)
+    assert_same_bits(tuple(after), jax.jit(lambda *a: optimizer.step(*a, scale=0.5, ok=True))(params, state, good))
+    for where, value in (("w", np.nan), ("odd", np.inf), ("w", -np.inf)):
+        bad = {key: np.array(g) for key, g in good.items()}
+        bad[where][2, 5] = value
+        *after, finite = step(params, state, bad)
+        assert not bool(finite)
+        assert_same_bits(tuple(after), (params, state))
+
+
+def test_a_step_without_anything_to_step_is_finite():
+    *_, finite = ADAMW.step_if_finite({"n": jnp.arange(3)}, ADAMW.init({"n": jnp.arange(3)}), {"n": None})
+    assert bool(finite)
+
+
 def test_steps_and_schedules_count_from_zero_and_skip_what_is_skipped():
     seen = []
 

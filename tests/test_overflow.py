@@ -77,6 +77,22 @@ def test_the_7th_iteration_of_a_scan(reverse):
     assert "round 6 of the loop" in str(event) or reverse
 
 
+def test_all_rounds_are_told_and_of_nested_loops_the_outermost_first():
+    def loss(w, x):
+        def body(c, i):
+            y = (c @ (200 * w)) @ (jnp.where(i >= 4, 2000.0, 0.001) * w)
+            return jnp.where(i == 5, y, c), None  # rounds 4 and 6 are masked
+
+        return jnp.sum(lax.scan(lambda c, _: lax.scan(body, x, jnp.arange(7)), x, None, length=2)[0])
+
+    report = find_overflow(loss, backward=False)(W, X)
+    assert not report.finite
+    assert report.first.rounds == (0, 4)
+    assert report.first.again == ((0, 5), (1, 4), (1, 5))
+    assert "round 0/4 of the loops, the outermost first" in str(report)
+    assert "Again in 3 other rounds: 0/5, 1/4, 1/5" in str(report)
+
+
 def test_a_while_loop_and_a_branch():
     def loss(w, x):
         def body(state):
@@ -214,6 +230,32 @@ def test_an_overflow_beside_infinities_of_a_mask():
     assert (event.kind, event.scope, event.primitive) == ("overflow", "bad", "mul")
 
 
+NAN, INF = jnp.nan, jnp.inf
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "kind", "primitive", "share"),
+    [
+        (lambda x: jnp.log(x), [NAN, -1.0, 1.0, 2.0], "invalid", "log", 0.25),
+        (lambda x: jnp.exp(x), [NAN, -INF, 100.0, 2.0], "overflow", "exp", 0.25),
+        (lambda x: jnp.sum(x, 1), [[-INF, 1.0], [3e38, 3e38]], "overflow", "reduce_sum", 0.5),
+        (lambda x: jnp.sum(x, 1), [[NAN, 1.0], [INF, -INF]], "invalid", "reduce_sum", 0.5),
+        (lambda x: jnp.sum(x, 1), [[-INF, 1e38, 3e38], [1.0, 1.0, 1.0]], None, None, None),
+        (lambda x: jnp.prod(x, 1), [[-INF, 1.0], [3e38, 3e38]], "overflow", "reduce_prod", 0.5),
+        (lambda x: jnp.cumsum(x), [3e38, 3e38, -INF, 1.0], "overflow", "cumsum", 0.75),
+        (lambda x: x @ x.T, [[INF, 1.0], [3e38, 3e38]], "overflow", "dot_general", 0.25),
+        (lambda x: jnp.linalg.cholesky(x), [[NAN, 1.0], [1.0, -1.0]], None, None, None),
+        (lambda x: jnp.sort(x)[::-1], [NAN, INF, 1.0, 2.0], None, None, None),
+        (lambda x: jnp.sum(x, 1), [[NAN, 1.0], [INF, 2.0]], None, None, None),
+    ],
+)
+def test_what_is_made_beside_what_is_there_already(fn, x, kind, primitive, share):
+    policy = {lax.exp_p: jaxamp.use_compute_precision}
+    events = find_overflow(fn, backward=False, amp_policy=policy)(jnp.array(x, jnp.float32)).events
+    found = [(event.kind, event.primitive, event.share) for event in events]
+    assert found == ([] if kind is None else [(kind, primitive, share)])
+
+
 def test_a_peaked_softmax_is_healthy():
     def loss(w, x):
         return jnp.sum(jax.nn.softmax(30 * (x @ w)) @ w)
@@ -239,6 +281,36 @@ def test_gradients_that_are_flushed_to_zero():
     assert not find_overflow(loss, compute_dtype=jnp.bfloat16)(W, X)
 
 
+def test_what_is_clamped_to_the_range_of_the_dtype():
+    scales = jnp.array([1.0, 1e6, 1e6, 1.0])[:, None]
+
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum((x * scales) @ w)  # planted clamp
+
+    report = find_overflow(loss)(W, X)
+    assert report.finite
+    assert report
+    assert (report.events, report.underflows) == ((), ())
+    (event,) = report.clamped
+    assert (event.kind, event.phase, event.scope, event.primitive) == ("clamped", "forward", "head", "dot_general")
+    assert (event.largest, event.limit, event.dtype, event.share) == (1e6, 65504.0, "float16", 0.5)
+    assert event.source.line == line_of("planted clamp")
+    assert "clamped in the forward pass: an operand of dot_general (scope head, test_overflow.py:" in str(report)
+    assert "50 % of the entries; largest operand 1e+06, the largest float16 is 6.55e+04" in str(report)
+    assert "nothing found" not in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["clamped"][0]["primitive"] == "dot_general"
+    assert not find_overflow(loss)(W, 1e-3 * X)
+    assert find_overflow(jax.checkpoint(loss))(W, X).clamped == report.clamped
+
+
+def test_a_clamp_of_the_users_is_theirs():
+    def loss(w, x):
+        return jnp.sum(lax.clamp(-65504.0, 1e6 * x, 65504.0)) + jnp.sum(w)
+
+    assert not find_overflow(loss)(W, X)
+
+
 def test_zeros_that_are_zeros_in_float32_too_are_no_underflow():
     assert not find_overflow(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))(-W, X)
 
@@ -251,6 +323,12 @@ def test_several_results_the_first_is_differentiated():
     report = find_overflow(loss)(W, X)  # the norm has no finite derivative, and none is asked for
     assert report.finite
     assert not [event for event in report.events if event.phase == "backward"]
+
+
+def test_an_operation_of_a_derivative_says_of_what():
+    report = find_overflow(lambda w, x: jnp.sum(jnp.sqrt(x * w)))(jnp.zeros((4, 8)), X)
+    assert (report.first.primitive, report.first.of) == ("div", "sqrt")
+    assert "overflow in the forward pass: div, made for sqrt (test_overflow.py:" in str(report)
 
 
 def test_the_report_as_a_dictionary():

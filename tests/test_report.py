@@ -1,5 +1,6 @@
 """What a report says: reasons, totals, source lines; as data, as text, and as a check."""
 
+import contextlib
 import json
 
 import jax
@@ -92,6 +93,75 @@ def test_a_derivative_has_the_reason_of_what_it_is_of():
     assert row.reason == "derivative of dot_general: policy table"
     assert str(row.written) == "f32 f32 -> f32"
     assert str(row.run) == "bf16 bf16 -> f32"
+
+
+WRAPS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, _: (f(w, c), None), x, None, length=3)[0],
+    "cond": lambda f: lambda w, x: lax.cond(x[0, 0] > 0, f, lambda w, x: x, w, x),
+    "nested": lambda f: jax.jit(lambda w, x: jax.checkpoint(f)(w, x)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_scope_that_pins_a_part_is_the_reason_of_its_derivatives(wrap, inside):
+    pinned = jax.named_scope("pinned")
+    layer = WRAPS[wrap](pinned(lambda w, x: jnp.tanh(x @ w)) if inside else lambda w, x: jnp.tanh(x @ w))
+
+    def loss(w, x):
+        return jnp.sum((layer if inside else pinned(layer))(w, x) @ w)
+
+    policy = jaxamp.default_amp_policy | {"pinned": jaxamp.use_original_precision}
+    report = amp_report(loss, compute_dtype=jnp.bfloat16, amp_policy=policy)(W, X)
+    matmuls = [row for row in report.matmuls if row.scope == "pinned"]
+    assert {(row.phase, row.reason) for row in matmuls} == {
+        ("forward", "scope 'pinned'"),
+        ("backward", "derivative of dot_general: scope 'pinned'"),
+    }
+    assert {str(row.written) for row in matmuls} == {"f32 f32 -> f32"}
+    assert not [row for row in report.rows if row.scope == "pinned" and row.written is None and row.kind != "cast"]
+
+
+def test_the_rule_of_a_custom_derivative_in_a_pinned_scope_has_its_reason():
+    @jax.custom_vjp
+    def f(w, x):
+        return x @ w
+
+    f.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
+    policy = jaxamp.default_amp_policy | {"pinned": jaxamp.use_original_precision}
+    report = amp_report(lambda w, x: jnp.sum(jax.named_scope("pinned")(f)(w, x)), amp_policy=policy)(W, X)
+    assert {row.reason.partition(": ")[2] for row in report.matmuls if row.phase == "backward"} == {"scope 'pinned'"}
+
+
+def test_a_loop_that_a_key_keeps_out_runs_as_written():
+    def loss(w, x):
+        x = lax.scan(lambda c, _: (jax.jit(lambda c: jnp.tanh(c @ w))(c), None), x @ w, None, length=3)[0]
+        return jnp.sum(x @ w)
+
+    policy = jaxamp.default_amp_policy | {jaxamp._compat.primitives()["scan"]: jaxamp.use_original_precision}
+    report = amp_report(loss, compute_dtype=jnp.bfloat16, amp_policy=policy)(W, X)
+    inside = [row for row in report.rows if row.times == 3 and row.phase == "forward"]
+    assert {(row.primitive, str(row.written), row.reason) for row in inside} == {
+        ("dot_general", "f32 f32 -> f32", "inside of scan: policy table"),
+        ("tanh", "f32 -> f32", "inside of scan: policy table"),
+    }
+    back = {row.reason for row in report.matmuls if row.times == 3 and row.phase == "backward"}
+    assert back == {"derivative of dot_general: inside of scan: policy table"}
+
+
+def test_what_an_amp_inside_has_made_low_says_so():
+    inside = jaxamp.amp(lambda w, x: jnp.tanh(x @ w), compute_dtype=jnp.bfloat16)
+    report = amp_report(lambda w, x: jnp.sum(inside(w, x)), compute_dtype=jnp.bfloat16)(W, X)
+    found = {row.phase: (row.reason, str(row.run)) for row in report.matmuls}
+    assert found == {
+        "forward": ("low already, by an amp inside", "bf16 bf16 -> bf16"),
+        "backward": ("derivative of dot_general: low already, by an amp inside", "bf16 bf16 -> f32"),
+    }
+    assert all(row.written is not None for row in report.matmuls)
+    assert not any("mixed_" in row.reason for row in report.rows)
 
 
 # -- rows
@@ -305,6 +375,25 @@ def test_nothing_is_computed():
     assert amp_report(lambda w: jnp.sum(w))(shape(2**40)).matmuls == ()
 
 
+def test_a_result_that_is_no_scalar_is_summed_and_told():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.sum(x)
+
+    note = "the first floating-point result is float32[8,8] and no scalar: the backward pass is that of its sum. "
+    note += "If it is no loss, pass backward=False."
+    assert amp_report(step)(W, X).notes == (note,)
+    assert jaxamp.find_overflow(step)(W, X).notes == (note,)
+    assert jaxamp.compare(step)(W, X).notes == (note,)
+    assert amp_report(step, backward=False)(W, X).notes == ()
+    assert amp_report(lambda w, x: (jnp.argmax(w), *step(w, x)[1:]))(W, X).notes == ()
+
+
+def test_no_float_in_the_results():
+    report = amp_report(lambda x: jnp.argmax(x))(X)
+    assert report.notes == ("no backward pass: the results have no floating-point array",)
+    assert report.kept is None
+
+
 def test_no_float_in_the_first_argument():
     report = amp_report(lambda i, x: jnp.sum(x) * i)(3, X)
     assert report.notes == ("no backward pass: the first argument has no floating-point array",)
@@ -399,7 +488,7 @@ ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
   %d = f32[8,8]{1,0} convert(%a)
   %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
   %h = bf16[8,8] dot(%a, %c), metadata={op_name="jit(f)/jvp(jit(g))/eval_jaxpr/block/attention/dot"}
-  %g = (f32[8,8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/block/dot"}
+  %g = (f32[8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/body/block/d"}
   ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
 }
 """
@@ -412,6 +501,35 @@ def test_the_matmuls_of_a_compiled_program():
         ("dot", ("bfloat16", "bfloat16"), "block/attention"),
         ("__cublas$gemm", ("bfloat16", "bfloat16"), "block"),
     ]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_scopes_of_a_compiled_program_are_those_of_the_report(backward):
+    def layer(*names):
+        def apply(w, x):
+            with contextlib.ExitStack() as stack:
+                for name in names:
+                    stack.enter_context(jax.named_scope(name))
+                return jnp.tanh(x @ w)
+
+        return apply
+
+    def loss(w, x):
+        for name in ("body", "cond", "while", "f(x)", "a/b"):
+            x = layer(name)(w, x)
+        with jax.named_scope("cond"):
+            x = lax.cond(x[0, 0] > 0, layer("branch"), layer("branch_1_fun"), w, x)
+        with jax.named_scope("loop"):
+            x = lax.scan(lambda c, _: (layer("while", "inside")(w, c), None), x, None, length=3)[0]
+        with jax.named_scope("outer"), jax.named_scope("again"):
+            x = jax.checkpoint(lambda w, x: jnp.tanh(layer("inner")(w, x) @ w))(w, x)
+        with jax.named_scope("mapped"):
+            x = jax.vmap(lambda row: layer("row")(w, row))(x)
+        return jnp.sum(jax.jit(layer("jitted"))(w, x))
+
+    report = amp_report(loss, compute_dtype=F32, backward=backward)(W, X)
+    compiled = jax.jit(jax.value_and_grad(loss) if backward else loss).lower(W, X).compile()
+    assert {row.scope for row in compiled_matmuls(compiled)} == {row.scope for row in report.matmuls}
 
 
 def test_a_compiled_program_is_checked_too():

@@ -92,6 +92,15 @@ def test_no_sum_of_many_entries_is_computed_again():
         assert reductions(fn, WEIGHTS["q"][0], X) == ["reduce_max", "reduce_sum", "reduce_sum"]
 
 
+def test_no_softmax_is_computed_again():
+    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
+    for fn in (amp, jax.grad(amp)):
+        assert [eqn.primitive.name for eqn in equations(jax.make_jaxpr(fn)(WEIGHTS, X))].count("exp") == 1
+    found = kept(amp, WEIGHTS, X)
+    assert [x.dtype.name for x in found if x.shape == (LAYERS, TOKENS, TOKENS)] == ["bfloat16"]
+    assert len([x for x in found if x.shape == (LAYERS, TOKENS)]) == 6  # of two norms, and none of the softmax
+
+
 def test_no_random_number_is_drawn_again():
     def noisy(x, inputs):
         p, key = inputs

@@ -42,7 +42,8 @@ def flash_adamw(
     Returns:
         A `FlashOptimizer`. `step(params, state, grads, *, scale=None, ok=None)` multiplies gradients by `scale`, to
         unscale or to clip them, and takes no step if `ok` is False: parameters and state come back bit for bit. Neither
-        costs a pass over memory.
+        costs a pass over memory. `step_if_finite(params, state, grads, *, scale=None)` finds `ok` by itself, from what
+        it reads anyway, and returns it too: for `DynamicScalerState.adjust`.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxamp import optim

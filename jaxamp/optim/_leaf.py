@@ -56,11 +56,32 @@ class How(NamedTuple):
     delta: bool = False  # return the change of the parameter in place of the parameter
 
 
-def step_leaf(
+def largest(
     how: How, param: jax.Array, grad: jax.Array, state: LeafState, found: Groups | None
+) -> tuple[jax.Array, ...]:
+    """Pass 1: of each moment the largest of each group, as a scale; nothing if nothing has groups."""
+    if found is None or state.scales is None:
+        return ()
+    codecs = _codecs(how)
+    moments, _, _ = _advance(how, *_viewed(found, param, grad, state), codecs, found)
+    return tuple(codec.top(m, found.view_axis) for codec, m in zip(codecs, moments))
+
+
+def is_finite(grad: jax.Array, tops: tuple[jax.Array, ...]) -> jax.Array:
+    """Whether a gradient is, read from what pass 1 has found: a moment is not finite where its gradient is not."""
+    return jnp.isfinite(tops[0] if tops else grad).all()
+
+
+def step_leaf(
+    how: How,
+    param: jax.Array,
+    grad: jax.Array,
+    state: LeafState,
+    found: Groups | None,
+    tops: tuple[jax.Array, ...] | None = None,
 ) -> tuple[jax.Array, LeafState]:
-    """The parameter, or its change in float32, and the state after a step. `found` is None if nothing has groups."""
-    codecs: tuple[Codec, ...] = (MOMENTUM, Variance(how.floor))
+    """The parameter, or its change in float32, and the state after a step; `tops` if pass 1 has been made."""
+    codecs = _codecs(how)
     if found is None or state.scales is None:
         moments, x, u = _advance(how, param, grad, state, codecs, None)
         out, correction = _weight(how, param, state.correction, x, u)
@@ -68,8 +89,7 @@ def step_leaf(
         return _kept(how, param, state, out, new)
 
     # All of a pass is in the view of the groups: another shape in between would be another kernel.
-    moments, _, _ = _advance(how, *_viewed(found, param, grad, state), codecs, found)
-    tops = tuple(codec.top(m, found.view_axis) for codec, m in zip(codecs, moments))
+    tops = largest(how, param, grad, state, found) if tops is None else tops
     (param, grad, state), tops = lax.optimization_barrier(((param, grad, state), tops))
     held = _viewed(found, param, grad, state)
     moments, x, u = _advance(how, *held, codecs, found)
@@ -83,6 +103,10 @@ def step_leaf(
     if how.ok is not None:
         scales = lax.select(how.ok, scales, state.scales)
     return out, new._replace(scales=scales)
+
+
+def _codecs(how: How) -> tuple[Codec, ...]:
+    return MOMENTUM, Variance(how.floor)
 
 
 def _viewed(

@@ -20,7 +20,7 @@ from .._tree import check_bool, is_inexact
 from ._arena import Leaf, pack, unpack
 from ._codecs import MOMENTUM, VARIANCE, Codec
 from ._layout import Groups, groups, groups_of, whole
-from ._leaf import How, LeafState, step_leaf
+from ._leaf import How, LeafState, is_finite, largest, step_leaf
 from ._paths import check_groups, flatten, flatten_like, group_of, name_of, segments
 from ._rules import Rule, is_zero, scalars_of
 from ._scales import FORMATS
@@ -56,6 +56,8 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         init: `init(params)`, the state.
         update: `update(grads, state, params)`, the change of the parameters in float32, and the state.
         step: `step(params, state, grads, *, scale=None, ok=None)`, the parameters and the state.
+        step_if_finite: `step_if_finite(params, state, grads, *, scale=None)`, the same and whether the gradients were
+            finite; if not, every bit is as it was.
         storage: `storage(path, leaf)`, how the state of a leaf is stored.
         name: The function that made it.
     """
@@ -65,6 +67,10 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
     @property
     def step(self) -> Callable[..., tuple[Any, FlashState]]:
         return self.update.step
+
+    @property
+    def step_if_finite(self) -> Callable[..., tuple[Any, FlashState, jax.Array]]:
+        return self.update.step_if_finite
 
     @property
     def storage(self) -> Callable[[Any, Any], Storage]:
@@ -122,13 +128,15 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         replicated = next((NamedSharding(s.mesh, PartitionSpec()) for s in map(_placed, leaves) if s), None)
         return as_trees(jnp.zeros((), jnp.int32, device=replicated), states, structure)
 
-    def walk(params: Any, state: FlashState, grads: Any, scale: Any, ok: Any, delta: bool) -> tuple[Any, FlashState]:
+    def walk(
+        params: Any, state: FlashState, grads: Any, scale: Any, ok: Any, *, delta: bool = False, check: bool = False
+    ) -> tuple[Any, FlashState, Any]:
         paths, leaves, structure = flatten(params)
         instead = f"Write state = optimizer.init(params) with {rule.name}, and pass on what each step returns."
         states = leaf_states(rule.name, state, params, structure, instead)
         given = flatten_like(rule.name, "gradients", grads, params, structure, "Pass jax.grad(loss)(params, ...).")
         scale, ok = _check_factor(rule.name, scale), _check_ok(rule.name, ok)
-        how = _hows(rule, state.count, scale, ok, delta)
+        how = _hows(rule, state.count, scale, delta)
         tasks: list[tuple[int, Settings, Leaf]] = []
         out: list[Any] = [_no_change(x) for x in leaves] if delta else list(leaves)
         for i, (path, leaf, grad, old) in enumerate(zip(paths, leaves, given, states, strict=True)):
@@ -137,13 +145,16 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
             settings = settings_of(path, leaf)
             found = _check_leaf(rule, settings, path, leaf, grad, old, instead)
             tasks.append((i, settings, (jnp.asarray(leaf), jnp.asarray(grad), old, found)))
-        for part in _together(tasks):
-            settings = part[0][1]
-            for i, (result, new) in zip([i for i, _, _ in part], _stepped(how(settings), part), strict=True):
-                out[i], states[i] = result, new
+        parts = [Part(how(part[0][1]), part) for part in _together(tasks)]
+        if check:  # a pass over all leaves before any is written
+            tops = [largest(part.how, *part.leaf) for part in parts]
+            ok = jnp.array([is_finite(part.leaf[1], top) for part, top in zip(parts, tops, strict=True)]).all()
+        for i, part in enumerate(parts):
+            for at, result, new in part.step(ok, tops[i] if check else None):
+                out[at], states[at] = result, new
         count = state.count + 1
         count = count if ok is None else jnp.where(ok, count, state.count)
-        return structure.unflatten(out), as_trees(count, states, structure)
+        return structure.unflatten(out), as_trees(count, states, structure), ok
 
     def update(
         grads: Any, state: FlashState, params: Any = None, *, scale: Any = None, ok: Any = None, **extra_args: Any
@@ -153,14 +164,20 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
                 f"{rule.name} got no parameters in update; expected them, for their correction is in the state. Write "
                 "optimizer.update(grads, state, params)."
             )
-        return walk(params, state, grads, scale, ok, True)
+        return walk(params, state, grads, scale, ok, delta=True)[:2]
 
     def step(
         params: Any, state: FlashState, grads: Any, *, scale: Any = None, ok: Any = None
     ) -> tuple[Any, FlashState]:
-        return walk(params, state, grads, scale, ok, False)
+        return walk(params, state, grads, scale, ok)[:2]
 
-    vars(update).update(step=step, storage=lambda path, leaf: settings_of(path, leaf).storage, name=rule.name)
+    def step_if_finite(
+        params: Any, state: FlashState, grads: Any, *, scale: Any = None
+    ) -> tuple[Any, FlashState, jax.Array]:
+        return walk(params, state, grads, scale, None, check=True)
+
+    vars(update).update(step=step, step_if_finite=step_if_finite)
+    vars(update).update(storage=lambda path, leaf: settings_of(path, leaf).storage, name=rule.name)
     return FlashOptimizer(init, update)
 
 
@@ -216,7 +233,7 @@ def leaf_states(name: str, state: Any, params: Any, structure: Any, instead: str
 # -- one step
 
 
-def _hows(rule: Rule, count: jax.Array, scale: Any, ok: Any, delta: bool) -> Callable[[Settings], How]:
+def _hows(rule: Rule, count: jax.Array, scale: Any, delta: bool) -> Callable[[Settings], How]:
     """What the leaves of one group of parameters have in common, computed once."""
     made: dict[int | None, How] = {}
 
@@ -228,7 +245,7 @@ def _hows(rule: Rule, count: jax.Array, scale: Any, ok: Any, delta: bool) -> Cal
                 _check_scalar(rule.name, "learning_rate", hyper["learning_rate"], "from its schedule")
             scalars, decay = scalars_of(rule, hyper, count + 1)
             floor = settings.storage.variance_floor
-            made[settings.group] = How(rule, scalars, decay, count + 1, floor, scale, ok, delta)
+            made[settings.group] = How(rule, scalars, decay, count + 1, floor, scale, delta=delta)
         return made[settings.group]
 
     return how
@@ -246,11 +263,18 @@ def _together(tasks: list[tuple[int, Settings, Leaf]]) -> list[list[tuple[int, S
     return list(lists.values())
 
 
-def _stepped(how: How, part: list[tuple[int, Settings, Leaf]]) -> list[tuple[jax.Array, LeafState]]:
-    leaves = [leaf for _, _, leaf in part]
-    if len(leaves) == 1:
-        return [step_leaf(how, *leaves[0])]
-    return unpack(leaves, *step_leaf(how, *pack(leaves)))
+class Part:
+    """Leaves that are stepped as one array."""
+
+    def __init__(self, how: How, tasks: list[tuple[int, Settings, Leaf]]):
+        self.how, self.places, self.leaves = how, [i for i, _, _ in tasks], [leaf for _, _, leaf in tasks]
+        self.leaf = self.leaves[0] if len(self.leaves) == 1 else pack(self.leaves)
+
+    def step(self, ok: Any, tops: Any) -> list[tuple[int, jax.Array, LeafState]]:
+        """Place, parameter or change, and state of each."""
+        stepped = step_leaf(self.how._replace(ok=ok), *self.leaf, tops)
+        each = [stepped] if len(self.leaves) == 1 else unpack(self.leaves, *stepped)
+        return [(i, *one) for i, one in zip(self.places, each, strict=True)]
 
 
 def _no_change(x: Any) -> Any:

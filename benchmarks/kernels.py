@@ -1,0 +1,115 @@
+"""Where does the time of a training step go, kernel by kernel?
+
+    python -m benchmarks.kernels [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides ours,mpx]
+
+The kernels of two steps, from a trace of the device, in groups by what they are for: XLA names a kernel after the
+operations that it was made of. A CPU has no kernels to trace.
+"""
+
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ._contest import prepare
+from ._networks import SIZES
+from ._report import Column, number, parser, percent, progress, publish
+from ._sides import SIDES, Case, choose
+from ._timing import Failure, Unavailable, attempt
+from .train_step import SMALL
+
+STEPS = 2
+GROUPS = {  # the first that fits
+    "attention": "cudnn|flash|fmha",
+    "matmuls": "nvjet|gemm|cutlass|cublas|splitk|_dot",
+    "buffers of a scan: zeros": "^loop_broadcast|^memset",
+    "buffers of a scan: copies": "^memcpy|dynamic_update_slice",
+    "transposes": "transpose|concatenate",
+    "sums and maxima": "reduce",
+    "softmaxes and norms in one kernel": "^fusion",
+    "element by element": "^loop|^wrapped|^input|^copy",
+    "other": "",
+}
+COLUMNS = (
+    Column("network", "network"),
+    Column("layers", "layers"),
+    Column("side", "title"),
+    Column("kernels", "group"),
+    Column("ms", "ms", number(2)),
+    Column("share", "share", percent),
+    Column("ratio to the first side", "ratio", number(2, "x")),
+    Column("launches", "launches", number(0)),
+    Column("note", "note"),
+)
+NOTES = (
+    "Kernels overlap little: their sum is the time of a step but for the gaps between them.",
+    "Ratio: how many times the milliseconds of the first side.",
+)
+
+
+def group_of(kernel: str) -> str:
+    return next(group for group, names in GROUPS.items() if re.search(names, kernel.lower()))
+
+
+def traced(fn: Callable[[], Any]) -> Iterator[tuple[str, float]]:
+    """Name and milliseconds of each kernel that a call launches."""
+    folder = tempfile.mkdtemp()
+    try:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(fn())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            lines = [line for line in plane.lines if line.name.startswith("Stream")]
+            yield from ((e.name, e.duration_ns / 1e6) for line in lines if "GPU" in plane.name for e in line.events)
+    finally:
+        shutil.rmtree(folder)
+
+
+def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:
+    """Rows of groups, the longest first, of one step."""
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for name, ms in kernels:
+        times[group_of(name)] += ms / steps
+        launches[group_of(name)] += 1
+    total = sum(times.values())
+    rows = [
+        {"group": group, "ms": ms, "share": ms / total, "launches": launches[group] / steps}
+        for group, ms in times.most_common()
+    ]
+    return [{"group": "all", "ms": total, "launches": sum(launches.values()) / steps}, *rows]
+
+
+def measure(name: str, case: Case) -> list[dict[str, Any]]:
+    if jax.default_backend() != "gpu":
+        raise Unavailable("needs a GPU")
+    training, _ = prepare(name, case, STEPS)
+    training()
+    return tally(traced(training), STEPS)
+
+
+def main() -> None:
+    asked = parser(__doc__, "one thin layer of a ViT")
+    asked.add_argument("--network", choices=["vit", "gpt"], default="vit")
+    asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
+    asked.add_argument("--sides", type=choose, default="ours,ours-attention,mpx")
+    options = asked.parse_args()
+    case = Case(options.network, SMALL if options.small else SIZES[options.network], options.layers == "scan")
+    rows: list[dict[str, Any]] = []
+    for name in options.sides:
+        progress(f"{options.network}, {options.layers}, {name}")
+        found = attempt(measure, name, case)
+        about = {"network": options.network, "layers": options.layers, "side": name, "title": SIDES[name].title}
+        rows += [{**about, **row} for row in ([{"note": found.why}] if isinstance(found, Failure) else found)]
+    first = {row["group"]: row["ms"] for row in rows if row["side"] == options.sides[0] and "ms" in row}
+    rows = [row | {"ratio": row["ms"] / first[row["group"]]} if row.get("group") in first else row for row in rows]
+    publish("kernels", COLUMNS, rows, NOTES, options.json)
+
+
+if __name__ == "__main__":
+    main()
