@@ -4,7 +4,7 @@ It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a 
 
     python aot.py < questions.json > answers.json
 
-A question is `[name, shape, parameter dtype, gradient dtype, options]`, or `["release"]`.
+A question is the name of an answer below, and its arguments.
 """
 
 import json
@@ -83,21 +83,22 @@ def main():
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    import jaxamp
     from jaxamp import optim
 
     sharding = NamedSharding(Mesh(np.array(topology().devices[:1]), ("d",)), PartitionSpec())
 
-    def compiled(fn, *args):
+    def compiled(fn, *args, donate=(0, 1)):
         specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-        return jax.jit(fn, donate_argnums=(0, 1)).lower(*specs).compile()
+        return jax.jit(fn, donate_argnums=donate).lower(*specs).compile()
 
-    def one(name, shape, dtype, grad_dtype, options):
+    def step(name, shape, dtype, grad_dtype, options):
         optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
         params = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
         grads = jax.ShapeDtypeStruct(params.shape, jnp.dtype(grad_dtype))
         checked = lambda p, s, g: optimizer.step_if_finite(p, s, g, scale=2.0**-7)
-        step = checked if options.get("scaled") else optimizer.step
-        program = compiled(step, params, jax.eval_shape(optimizer.init, params), grads)
+        taken = checked if options.get("scaled") else optimizer.step
+        program = compiled(taken, params, jax.eval_shape(optimizer.init, params), grads)
         text = program.as_text()
         entry = text[text.index("ENTRY") :]
         return {
@@ -118,11 +119,26 @@ def main():
                 x = jnp.tanh(x @ w)
             return jnp.mean(x.astype(jnp.float32))
 
-        step = lambda p, s, x: optimizer.step(p, s, jax.grad(loss)(p, x))
-        program = compiled(step, params, jax.eval_shape(optimizer.init, params), x)
+        both = lambda p, s, x: optimizer.step(p, s, jax.grad(loss)(p, x))
+        program = compiled(both, params, jax.eval_shape(optimizer.init, params), x)
         return {"temporary": program.memory_analysis().temp_size_in_bytes / (32 * 2048 * 2048 * 2)}
 
-    answers = [release() if question == ["release"] else one(*question) for question in json.load(sys.stdin)]
+    def softmax(looped):
+        """The kernels that write scores or sums of their rows, in a gradient through attention."""
+
+        def layer(x, w):
+            return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ w, x)) @ x, None
+
+        def loss(w, x):
+            return jnp.sum(jax.lax.scan(layer, x, jnp.stack([w] * 4))[0] if looped else layer(x, w)[0])
+
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (16, 1024, 128)))
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r"%([a-z_]+)[\d.]* = \(?(?:bf16\[16,1024,1024\]|f32\[16,1024\]).* fusion\("
+        return {"kernels": re.findall(kernel, text)}
+
+    answered = {"step": step, "release": release, "softmax": softmax}
+    answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]
     print("\n" + json.dumps(answers))
 
 

@@ -1,0 +1,61 @@
+"""What XLA makes of our programs on an H200, read from what is compiled for one without having one."""
+
+import aot
+import pytest
+
+LARGE = [4096, 12288]
+QUESTIONS = {
+    "adamw": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {}],
+    "adamw, bfloat16 gradients": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {}],
+    "adamw, loss scaling": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {"scaled": True}],
+    "adamw, float16": ["step", "flash_adamw", LARGE, "float16", "float32", {}],
+    "adamw, float32": ["step", "flash_adamw", LARGE, "float32", "float32", {}],
+    "adamw, 32 bits": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"master_weight_bits": 32}}],
+    "adamw, rows": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"layout": "rows"}}],
+    "adamw, published": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"scales": "float16"}}],
+    "adamw, odd": ["step", "flash_adamw", [768, 50257], "bfloat16", "float32", {}],
+    "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
+    "release": ["release"],
+    "softmax": ["softmax", False],
+    "softmax in a scan": ["softmax", True],
+}
+STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    why = aot.why_not()
+    if why:
+        pytest.skip(why)
+    return dict(zip(QUESTIONS, aot.ask(list(QUESTIONS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_moment_reaches_memory(answers, name):
+    """The largest of each group do, in float32: 4 bytes of 32 parameters for each moment."""
+    assert answers[name]["temporary"] <= 0.3
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "adamw, float16"])
+def test_corrections_are_not_dropped(answers, name):
+    """XLA makes `x - x` of a rounding error that goes by way of a cast."""
+    assert not answers[name]["subtracts_itself"]
+    assert answers[name]["reduce_precision"] == (name != "adamw, float32")
+
+
+def test_a_step_is_three_kernels(answers):
+    """Maxima, the step, the scales; and two for the scalars of the step."""
+    assert answers["adamw"]["kernels"] <= 5
+    assert answers["lion"]["kernels"] <= 5
+
+
+def test_gradients_are_freed_as_they_are_used(answers):
+    """One program of backward pass and step holds a few gradients at a time, not all of them."""
+    assert answers["release"]["temporary"] < 0.3
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax in a scan"])
+def test_a_softmax_and_its_gradient_are_a_kernel_each(answers, name):
+    """Besides matmuls, nothing else writes scores or sums of their rows."""
+    kernels = [kernel for kernel in answers[name]["kernels"] if not kernel.startswith("gemm")]
+    assert kernels == ["fusion", "fusion"]
