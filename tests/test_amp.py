@@ -297,6 +297,7 @@ def test_a_backward_rule_may_use_a_collective_of_a_vmapped_axis():
     np.testing.assert_allclose(got, want, rtol=5e-2, atol=5e-2 * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     @jax.custom_vjp
     def cubed(x):

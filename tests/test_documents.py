@@ -28,6 +28,7 @@ def test_the_readme_names_the_commands_that_ci_runs():
     assert "pip install -e '.[examples]' && python examples/train_digits.py" in readme
 
 
+@pytest.mark.slow
 def test_the_digits_example_runs(tmp_path):
     pytest.importorskip("sklearn", reason="the examples extra is not installed")
     pytest.importorskip("rich", reason="the examples extra is not installed")
@@ -41,7 +42,7 @@ def test_the_digits_example_runs(tmp_path):
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
 
 
-SLOW = {"compile_time", "growth", "memory", "optimizer", "scaler"}
+SLOW = BENCHMARKS - {"kernels", "matmul"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(BENCHMARKS)])
