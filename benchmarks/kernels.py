@@ -27,8 +27,8 @@ STEPS = 2
 GROUPS = {  # the first that fits
     "attention": "cudnn|flash|fmha",
     "matmuls": "nvjet|gemm|cutlass|cublas|splitk|_dot",
-    "buffers of a scan: zeros": "^loop_broadcast|^memset",
-    "buffers of a scan: copies": "^memcpy|dynamic_update_slice",
+    "zeros": "^loop_broadcast|^memset",
+    "copies": "^memcpy|dynamic_update_slice",
     "transposes": "transpose|concatenate",
     "sums and maxima": "reduce",
     "softmaxes and norms in one kernel": "^fusion",
@@ -48,6 +48,7 @@ COLUMNS = (
 )
 NOTES = (
     "Kernels overlap little: their sum is the time of a step but for the gaps between them.",
+    "Zeros and copies: in a scan, those are its buffers for what the backward pass reads.",
     "Ratio: how many times the milliseconds of the first side.",
 )
 

@@ -67,30 +67,29 @@ def ask(questions):
     return json.loads(out.stdout.splitlines()[-1])
 
 
-def topology():
-    """A deviceless topology. The platform's name is resolved among started backends, of which CUDA is none."""
-    import jax._src.xla_bridge as bridge
-    from jax.experimental import topologies
-
-    resolve = bridge.canonicalize_platform
-    bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else resolve(name)
-    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+def reads_of_last(entry):
+    """How many kernels of a program take its last argument as it came."""
+    arguments = {int(number): name for name, number in re.findall(r"%(\S+) = .* parameter\((\d+)\)", entry)}
+    last = re.escape(arguments[max(arguments)])
+    return len(re.findall(rf" fusion\((?:[^)]*, )?%{last}[,)]", entry))
 
 
 def main():
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import jaxamp
     from jaxamp import optim
 
-    sharding = NamedSharding(Mesh(np.array(topology().devices[:1]), ("d",)), PartitionSpec())
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")  # without a device
+    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("d",)), PartitionSpec())
 
     def compiled(fn, *args, donate=(0, 1)):
         specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-        return jax.jit(fn, donate_argnums=donate).lower(*specs).compile()
+        return jax.jit(fn, donate_argnums=donate).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
     def step(name, shape, dtype, grad_dtype, options):
         optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
@@ -104,6 +103,7 @@ def main():
         return {
             "temporary": program.memory_analysis().temp_size_in_bytes / params.size,
             "kernels": len(re.findall(r"= .* (?:fusion|copy|custom-call)\(", entry)),
+            "reads": reads_of_last(entry),
             "reduce_precision": "reduce-precision" in text,
             "subtracts_itself": bool(re.search(r"subtract\((%[\w.]+), \1\)", text)),
         }

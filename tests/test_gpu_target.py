@@ -49,6 +49,12 @@ def test_a_step_is_three_kernels(answers):
     assert answers["lion"]["kernels"] <= 5
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_one_kernel_reads_gradients_before_they_are_used(answers, name):
+    """Pass 1. Whether they are finite, which loss scaling asks, takes no other; pass 2 is behind a barrier."""
+    assert answers[name]["reads"] == 1
+
+
 def test_gradients_are_freed_as_they_are_used(answers):
     """One program of backward pass and step holds a few gradients at a time, not all of them."""
     assert answers["release"]["temporary"] < 0.3
