@@ -2,7 +2,7 @@
 
 It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a process of its own:
 
-    python aot.py < questions.json > answers.json
+    XLA_FLAGS=--xla_dump_to=FOLDER python aot.py FOLDER < questions.json > answers.json
 
 A question is the name of an answer below, and its arguments.
 """
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,8 +62,10 @@ def ask(questions):
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
     }
-    command, question = [sys.executable, __file__], json.dumps(questions)
-    out = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=600)
+    with tempfile.TemporaryDirectory() as folder:
+        environment["XLA_FLAGS"] += f" --xla_dump_to={folder}"
+        command, question = [sys.executable, __file__, folder], json.dumps(questions)
+        out = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=600)
     assert out.returncode == 0, out.stderr[-2000:]
     return json.loads(out.stdout.splitlines()[-1])
 
@@ -72,6 +75,12 @@ def reads_of_last(entry):
     arguments = {int(number): name for name, number in re.findall(r"%(\S+) = .* parameter\((\d+)\)", entry)}
     last = re.escape(arguments[max(arguments)])
     return len(re.findall(rf" fusion\((?:[^)]*, )?%{last}[,)]", entry))
+
+
+def bytes_from(kernel):
+    """Of which type, by the operations that made them, the registers are whose last byte a kernel stores."""
+    made = {register: kind for kind, register in re.findall(r"\.(\w+)\s+(%\w+),", kernel)}
+    return {made[register] for register in re.findall(r"st\.global\.b8\s+\[\S+\], (%\w+);", kernel)}
 
 
 def main():
@@ -91,6 +100,12 @@ def main():
         specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
         return jax.jit(fn, donate_argnums=donate).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
+    def kernels():
+        """Those of the latest program, in PTX."""
+        files = list(Path(sys.argv[1]).glob("module_*.ptx"))
+        latest = max(file.name.split(".")[0] for file in files)
+        return [file.read_text() for file in files if file.name.startswith(latest)]
+
     def step(name, shape, dtype, grad_dtype, options):
         optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
         params = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
@@ -104,7 +119,8 @@ def main():
             "temporary": program.memory_analysis().temp_size_in_bytes / params.size,
             "kernels": len(re.findall(r"= .* (?:fusion|copy|custom-call)\(", entry)),
             "reads": reads_of_last(entry),
-            "reduce_precision": "reduce-precision" in text,
+            "reads_bits": bool(re.search(r"u16\[[\d,]*\]\S* bitcast(?:-convert)?\(%convert", text)),
+            "bytes_from": sorted(kind for kernel in kernels() for kind in bytes_from(kernel)),
             "subtracts_itself": bool(re.search(r"subtract\((%[\w.]+), \1\)", text)),
         }
 

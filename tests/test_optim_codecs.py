@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxamp.optim import Momentum, Variance, Weight
+from jaxamp.optim._codecs import round_to
 from jaxamp.optim._scales import FORMATS, HALF, WIDE
 from jaxamp.optim._weights import join, split, widen
 
@@ -75,7 +76,7 @@ def test_the_published_scale_is_float16():
 def _written(codec, form, x, count):
     top = codec.top(x, 0)
     codes = codec.encode(x, top)
-    return codes, codec.decode(codes, form.decode(form.encode(top, count)))
+    return codes, codec.decode(codes, form.decode(form.encode(codec.scale(top), count)))
 
 
 def written(codec, form, x, count):
@@ -108,8 +109,16 @@ def test_the_root_of_variance_is_within_a_250th_of_the_largest(x, floor, count):
 def test_all_codes_are_read_as_written():
     for codec, codes in ((Momentum(), np.arange(-127, 128)), (Variance(), np.arange(256))):
         codes = codes.astype(codec.dtype)
-        again = jax.jit(lambda codes, top, codec=codec: codec.encode(codec.decode(codes, top), top))
+        again = jax.jit(lambda codes, top, codec=codec: codec.encode(codec.decode(codes, codec.scale(top)), top))
         np.testing.assert_array_equal(again(codes, np.float32(3.0)), codes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+def test_codes_are_rounded_to_nearest_even(dtype):
+    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    halves = np.arange(2 * least, 2 * most + 1, dtype=np.float32) / 2
+    for x in (halves, np.nextafter(halves[1:-1], np.float32(-np.inf)), np.nextafter(halves[1:-1], np.float32(np.inf))):
+        np.testing.assert_array_equal(jax.jit(round_to, static_argnums=1)(x, dtype), np.rint(x).astype(dtype))
 
 
 def test_a_group_of_zeros_is_zeros():

@@ -42,7 +42,7 @@ def _quantized(codec: Codec, x: jax.Array, group_size: int) -> QuantizedArray:
     found = Groups(x.shape, Storage(group_size=group_size).group_size, None)
     view = found.view(x)
     top = codec.top(view, found.view_axis)
-    return QuantizedArray(found.unview(codec.encode(view, found.spread(top))), HALF.encode(top))
+    return QuantizedArray(found.unview(codec.encode(view, found.spread(top))), HALF.encode(codec.scale(top)))
 
 
 def _dequantized(codec: Codec, x: QuantizedArray, group_size: int) -> jax.Array:

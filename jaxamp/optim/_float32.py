@@ -10,7 +10,7 @@ from .._tree import is_inexact
 from ._bytes import state_shapes
 from ._codecs import MOMENTUM, VARIANCE, Codec, Variance
 from ._layout import LAYOUTS, Groups, Layout, groups, groups_of
-from ._leaf import LeafState, decoded
+from ._leaf import LeafState, decoded, scales_of
 from ._optimizer import FlashOptimizer, FlashState, as_trees, leaf_states
 from ._paths import flatten, flatten_like, name_of
 from ._scales import format_of
@@ -162,7 +162,7 @@ def _compressed(moments: list[jax.Array], like: LeafState, storage: Storage, fou
     views = [found.view(m) for m in moments]
     tops = [codec.top(m, found.view_axis) for codec, m in zip(codecs, views)]
     codes = [found.unview(c.encode(m, found.spread(top))) for c, m, top in zip(codecs, views, tops)]
-    return like._replace(scales=form.encode(jnp.stack(tops)), **dict(zip(names, codes, strict=True)))
+    return like._replace(scales=form.encode(scales_of(codecs, tops)), **dict(zip(names, codes, strict=True)))
 
 
 def _array(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:

@@ -13,7 +13,7 @@ XLA, so that the moments of pass 1 can't be kept. The barrier before the scales 
 ones were: pass 2 has read them by then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +99,7 @@ def step_leaf(
     out, new = _kept(how, held[0], held[2], out, new)
     out, new = found.unview(out), _each(found.unview, new)
     out, new, tops = lax.optimization_barrier((out, new, tops))
-    scales = format_of(state.scales).encode(jnp.stack(tops), how.count)
+    scales = format_of(state.scales).encode(scales_of(codecs, tops), how.count)
     if how.ok is not None:
         scales = lax.select(how.ok, scales, state.scales)
     return out, new._replace(scales=scales)
@@ -119,6 +119,11 @@ def _each(fn: Callable[[jax.Array], jax.Array], state: LeafState) -> LeafState:
     """A function of each array of the parameter's shape."""
     arrays = {name: getattr(state, name) for name in ("mu", "nu", "correction")}
     return state._replace(**{name: None if x is None else fn(x) for name, x in arrays.items()})
+
+
+def scales_of(codecs: tuple[Codec, ...], tops: Sequence[jax.Array]) -> jax.Array:
+    """Those of all moments as one array, not yet stored."""
+    return jnp.stack([codec.scale(top) for codec, top in zip(codecs, tops)])
 
 
 def decoded(state: LeafState, codecs: tuple[Codec, ...], found: Groups | None) -> Moments:

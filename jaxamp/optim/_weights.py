@@ -6,8 +6,7 @@ nearest; a value that the parameter holds has a correction of zero.
 
 The correction is the rounding error over half the distance to the parameter's neighbour, times 127 or 32767. That
 distance is a power of two which the parameter's exponent gives. XLA drops a cast to bfloat16 and back on GPUs, and with
-it the rounding error: the rounded value comes from `lax.reduce_precision`, and for float16, whose subnormal numbers
-that flushes, from its bits.
+it the rounding error: the rounded value comes from its bits.
 """
 
 import dataclasses
@@ -61,10 +60,12 @@ def correction_dtype(bits: int) -> jnp.dtype:
 
 
 def widen(low: jax.Array) -> jax.Array:
-    """A parameter in float32, from its bits where XLA could take it for what was rounded."""
-    if low.dtype != jnp.float16:
+    """A parameter in float32, from its bits, so that XLA can't take it for what was rounded."""
+    if low.dtype not in LOW:
         return low.astype(jnp.float32)
     bits = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
+    if low.dtype == jnp.bfloat16:
+        return _float(bits << np.uint32(16))
     sign, magnitude = (bits & np.uint32(0x8000)) << np.uint32(16), bits & np.uint32(0x7FFF)
     normal = lax.bitcast_convert_type((magnitude << np.uint32(13)) + np.uint32(112 << 23), jnp.float32)
     special = lax.bitcast_convert_type((magnitude << np.uint32(13)) | _EXPONENT, jnp.float32)  # infinite, NaN
@@ -77,9 +78,6 @@ def widen(low: jax.Array) -> jax.Array:
 
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """`x` in the parameter's dtype, and that in float32: the rounding error is not lost on the way."""
-    if jnp.dtype(dtype) == jnp.bfloat16:
-        wide = lax.reduce_precision(x, 8, 7)
-        return wide.astype(jnp.bfloat16), wide
     low = x.astype(dtype)
     return low, widen(low)
 

@@ -85,7 +85,7 @@ def compress_state(
         view = found.view(x.astype(jnp.float32))
         top = codec.top(view, found.view_axis)
         values = found.unview(codec.encode(view, found.spread(top)))
-        return Compressed(values, FORMATS[storage.scales].encode(top, count))
+        return Compressed(values, FORMATS[storage.scales].encode(codec.scale(top), count))
 
     def decode(x: Any) -> Any:
         if not is_compressed(x):
