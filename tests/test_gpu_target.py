@@ -7,6 +7,7 @@ LARGE = [4096, 12288]
 QUESTIONS = {
     "adamw": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {}],
     "adamw, bfloat16 gradients": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {}],
+    "adamw, smaller": ["step", "flash_adamw", [4096, 4096], "bfloat16", "bfloat16", {}],
     "adamw, loss scaling": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {"scaled": True}],
     "adamw, float16": ["step", "flash_adamw", LARGE, "float16", "float32", {}],
     "adamw, float32": ["step", "flash_adamw", LARGE, "float32", "float32", {}],
@@ -16,6 +17,7 @@ QUESTIONS = {
     "adamw, small": ["step", "flash_adamw", [256, 1024], "bfloat16", "float32", {}],
     "adamw, odd": ["step", "flash_adamw", [768, 50257], "bfloat16", "float32", {}],
     "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
+    "two steps": ["two steps"],
     "release": ["release"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
@@ -60,6 +62,11 @@ def test_a_step_is_three_kernels(answers):
 def test_one_kernel_reads_gradients_before_they_are_used(answers, name):
     """Pass 1. Whether they are finite, which loss scaling asks, takes no other; pass 2 is behind a barrier."""
     assert answers[name]["reads"] == 1
+
+
+def test_steps_are_not_made_one(answers):
+    """XLA would drop the cast to bfloat16 between them, and the second would add the correction to the exact weight."""
+    assert answers["two steps"]["kernels"] == 2
 
 
 def test_gradients_are_freed_as_they_are_used(answers):

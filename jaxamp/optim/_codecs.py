@@ -11,9 +11,8 @@ be written as zero while its momentum is not, and the next step would divide by 
 decades in a group, steps of 250 times the learning rate were measured. So a variance that is not zero is written as one
 at least: its steps are too short then, never too long. `floor=False` is the published format.
 
-A step is bound by instructions on GPUs, not by memory, and the forms here are those that take the fewest: a product
-with a reciprocal in place of a division, one reciprocal for a group where it will do, and integers read from the bits
-of a sum in place of a conversion, which checks for what does not fit.
+A step is bound by instructions on GPUs, not by memory, and the forms here take few: one reciprocal for a group of
+variances, and integers read from the bits of a sum in place of a conversion, which checks for what does not fit.
 """
 
 import dataclasses
@@ -56,7 +55,7 @@ class Momentum:
         return lax.reduce(jnp.abs(x), np.float32(ROOT_TINY), lax.max, (axis % x.ndim,))
 
     def encode(self, x: jax.Array, top: jax.Array) -> jax.Array:
-        return round_to(254.0 * x * (1.0 / (top + jnp.abs(x))), self.dtype)
+        return round_to(254.0 * x / (top + jnp.abs(x)), self.dtype)
 
     def scale(self, top: jax.Array) -> jax.Array:
         """The scale of each group, before it is stored."""
@@ -64,7 +63,7 @@ class Momentum:
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         y = code.astype(jnp.float32)
-        return y * scale * (1.0 / (254.0 - jnp.abs(y)))
+        return y * scale / (254.0 - jnp.abs(y))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ each moment. Moments in float32 don't.
 Left to itself, XLA would keep the moments of pass 1 in memory for pass 2: 8 bytes written and 8 read for each
 parameter, where reading the state a second time is 6. The barrier on the inputs of pass 2 makes them other arrays to
 XLA, so that the moments of pass 1 can't be kept. The barrier before the scales are written lets these go where the old
-ones were: pass 2 has read them by then.
+ones were: pass 2 has read them by then. It also is between a parameter and the step that reads it next: XLA drops a
+cast to bfloat16 and back, where two steps are compiled as one.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ def step_leaf(
         moments, x, u = _advance(how, param, grad, state, codecs, None)
         out, correction = _weight(how, param, state.correction, x, u)
         new = state._replace(correction=correction, **dict(zip(("mu", "nu"), moments)))
-        return _kept(how, param, state, out, new)
+        return lax.optimization_barrier(_kept(how, param, state, out, new))
 
     # All of a pass is in the view of the groups: another shape in between would be another kernel.
     tops = largest(how, param, grad, state, found) if tops is None else tops

@@ -65,7 +65,7 @@ def _adam(g: jax.Array, moments: Moments, s: Scalars) -> tuple[Moments, jax.Arra
     mu, nu = moments
     mu = s["b1"] * mu + s["new1"] * g
     nu = s["b2"] * nu + s["new2"] * (g * g)
-    return (mu, nu), s["length"] * mu * (1.0 / (jnp.sqrt(nu) * s["root"] + s["eps"]))
+    return (mu, nu), s["length"] * mu / (jnp.sqrt(nu) * s["root"] + s["eps"])
 
 
 ADAM = Rule("flash_adam", False, lambda h: ("mu", "nu"), _adam_scalars, _adam)

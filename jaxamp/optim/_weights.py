@@ -6,7 +6,7 @@ nearest; a value that the parameter holds has a correction of zero.
 
 The correction is the rounding error over half the distance to the parameter's neighbour, times 127 or 32767. That
 distance is a power of two which the parameter's exponent gives. XLA drops a cast to bfloat16 and back on GPUs, and with
-it the rounding error: the rounded value comes from its bits.
+it the rounding error: the rounded value comes from its bits. A parameter that is stored is cast, which takes fewer.
 """
 
 import dataclasses
@@ -60,9 +60,11 @@ def correction_dtype(bits: int) -> jnp.dtype:
 
 
 def widen(low: jax.Array) -> jax.Array:
-    """A parameter in float32, from its bits, so that XLA can't take it for what was rounded."""
-    if low.dtype not in LOW:
-        return low.astype(jnp.float32)
+    """A parameter in float32."""
+    return _from_bits(low) if low.dtype == jnp.float16 else low.astype(jnp.float32)
+
+
+def _from_bits(low: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
     if low.dtype == jnp.bfloat16:
         return _float(bits << np.uint32(16))
@@ -79,7 +81,7 @@ def widen(low: jax.Array) -> jax.Array:
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """`x` in the parameter's dtype, and that in float32: the rounding error is not lost on the way."""
     low = x.astype(dtype)
-    return low, widen(low)
+    return low, _from_bits(low)
 
 
 def join(low: jax.Array, correction: jax.Array | None) -> jax.Array:
