@@ -287,7 +287,7 @@ class _Numbers:
 
     def key(self, eqn: Any, place: Place, outs: Sequence[Any]) -> Key | None:
         name = base_name(eqn.primitive)
-        if name in MOVES or name in COMPARES or name in ("convert_element_type", "held"):
+        if name in MOVES or name in COMPARES or name in ("convert_element_type", "held", "ordered"):
             return None
         if not outs or not jnp.issubdtype(outs[0].dtype, jnp.floating):
             return None

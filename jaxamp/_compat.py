@@ -186,6 +186,13 @@ def wants_devices(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def partitions_layouts(ctx: Any) -> bool:
+    """Whether a layout can be asked for in a lowering: on several devices, it gathered the array before 0.11.2."""
+    context = ctx.module_context.axis_context
+    devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
+    return devices == 1 or jax.__version_info__ >= (0, 11, 2)
+
+
 def has_devices(ctx: Any) -> bool:
     """Whether a lowering knows the devices that it is for. `jax.export` gives those of its arguments and means none."""
     if ctx.module_context.lowering_parameters.for_export:

@@ -90,7 +90,7 @@ def _flops_of_attention(eqn: Any) -> int:
     return once * (5 if eqn.primitive is BACKWARD else 2)
 
 
-_FREE = frozenset({"convert_element_type", "held"})
+_FREE = frozenset({"convert_element_type", "held", "ordered"})
 _MATMULS = {
     "dot_general": _flops_of_dot,
     "ragged_dot_general": _flops_of_dot,

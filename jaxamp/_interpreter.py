@@ -31,7 +31,7 @@ from ._facts import SPREADS, SUMS
 from ._higher_order import bind
 from ._islands import Island, find_islands
 from ._judge import How, apply_rule
-from ._layout import held
+from ._layout import held, in_order
 from ._matmul import has_mixed, mixed
 from ._plan import Plan, Planner, Step
 from ._residuals import Keep, keeps
@@ -279,7 +279,8 @@ class Interpreter:
         if step.swapped:
             operands = operands[::-1]
         if step.how is How.LOW and has_mixed(eqn.primitive):
-            return [mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)]
+            out = mixed(eqn.primitive, operands, {**eqn.params, **(step.params or {})}, self._planner.compute_dtype)
+            return [in_order(out) if step.ordered else out]
         return bind(eqn, operands, **(step.params or {}))
 
     def _operand(self, env: _Env, eqn: Any, step: Step, atom: Any, dtype: np.dtype | None) -> Any:

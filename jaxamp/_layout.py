@@ -1,6 +1,6 @@
-"""How cotangents are held in memory.
+"""How results of matmuls and cotangents are held in memory.
 
-Two of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
+Three of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
 
 - It drops float32 -> bfloat16 -> float32. What flows back to a matmul and its bias is rounded for the matmul and summed
   in float32 for the bias: it would be written and read in float32 for the sum's sake alone. Held as it is rounded, it
@@ -8,9 +8,15 @@ Two of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the wo
 - Its layouts follow reductions: to sum a cotangent of shape (batch, tokens, width) over the batch, as the gradient of a
   table of positions does, it turns the batch innermost, and with it all activations around. Matmuls want the width
   innermost, so that each of them is between two transposes: 97 in a step of a ViT of 12 layers.
+- They also follow single readers through a loop: where the backward pass of attention reads values turned, queries and
+  keys are turned with them, being slices of one matmul's result, and in a scan all of what its layers have kept.
+
+Constraints on layouts are the way out of the last two. The partitioner of jax before 0.11.2 gathers what is constrained
+from all devices, so that there is none where there are several.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,9 +25,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, mlir
 
 from ._bind import bind_primitive
-from ._compat import Primitive, apply_primitive, batching_rules
+from ._compat import Primitive, apply_primitive, batching_rules, partitions_layouts
 
 HELD = Primitive("held")
+ORDERED = Primitive("ordered")
 
 
 def held(x: Any, dtype: np.dtype, ordered: bool) -> Any:
@@ -34,8 +41,17 @@ def round_and_hold(x: Any, dtype: np.dtype) -> Any:
     return HELD.bind(lax.convert_element_type(x, dtype), here=True, dtype=dtype, ordered=False)
 
 
+def in_order(x: Any) -> Any:
+    """`x`, laid out in the order of its axes."""
+    return bind_primitive(ORDERED, x)
+
+
 def _identity(x: Any, **params: Any) -> Any:
     return x
+
+
+def _laid_out(x: Any) -> Any:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _rounded(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
@@ -47,21 +63,37 @@ def _on_cuda(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
         return x
     held = lax.convert_element_type(x, dtype)
     held = lax.optimization_barrier(held) if dtype != np.float32 else held
-    held = with_layout_constraint(held, Layout(tuple(range(x.ndim)))) if ordered else held
+    held = _laid_out(held) if ordered else held
     return lax.convert_element_type(held, x.dtype)
+
+
+def _lowered_on_cuda(ctx: Any, x: Any, *, ordered: bool, **params: Any) -> Any:
+    return _lowering(_on_cuda)(ctx, x, ordered=ordered and partitions_layouts(ctx), **params)
+
+
+def _ordered_on_cuda(ctx: Any, x: Any) -> Any:
+    return _lowering(_laid_out if partitions_layouts(ctx) else _identity)(ctx, x)
+
+
+def _lowering(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return mlir.lower_fun(fun, multiple_results=False)
 
 
 def _transpose(ct: Any, x: Any, *, here: bool, **params: Any) -> list[Any]:
     return [ct if type(ct) is ad.Zero else HELD.bind(ct, here=not here, **params)]
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
-    return HELD.bind(*operands, **params), dims[0]
+def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any, on_cuda: Any) -> None:
+    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_abstract_eval(_identity)
+    mlir.register_lowering(primitive, _lowering(anywhere))
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
+    ad.deflinear2(primitive, transpose)
+    batching_rules()[primitive] = lambda axis_data, operands, dims, **params: (
+        primitive.bind(*operands, **params),
+        dims[0],
+    )
 
 
-HELD.def_impl(functools.partial(apply_primitive, HELD))
-HELD.def_abstract_eval(_identity)
-mlir.register_lowering(HELD, mlir.lower_fun(_rounded, multiple_results=False))
-mlir.register_lowering(HELD, mlir.lower_fun(_on_cuda, multiple_results=False), platform="cuda")
-ad.deflinear2(HELD, _transpose)
-batching_rules()[HELD] = _batch
+_register(HELD, _transpose, _rounded, _lowered_on_cuda)
+_register(ORDERED, lambda ct, x: [ct], _identity, _ordered_on_cuda)

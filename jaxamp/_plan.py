@@ -40,6 +40,7 @@ class Step(NamedTuple):
     entry: Entry | None = None
     bodies: tuple["Plan", ...] = ()
     swapped: bool = False  # a matmul whose operands are bound the other way round
+    ordered: bool = False  # a matmul whose result is laid out in the order of its axes
 
 
 class Plan(NamedTuple):
@@ -189,6 +190,7 @@ class Planner:
         outs = tuple(read(v) for v in body.outvars)
         _name_consumers(body, steps)
         _fold_transposes(body, steps, outs)
+        _order_results(body, steps, outs)
         touched = any(s.touched for s in steps) or any(
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
         )
@@ -390,6 +392,19 @@ def _fold_transposes(jaxpr: Jaxpr, steps: list[Step], outs: Sequence[Value]) -> 
         ):
             steps[i] = swapped
             steps[place] = after._replace(how=How.FOLDED, reason="folded into the matmul before it", touched=True)
+
+
+def _order_results(jaxpr: Jaxpr, steps: list[Step], outs: Sequence[Value]) -> None:
+    """Lay out results of low matmuls in the order of their axes, but for those that are read in another order."""
+    readers = readers_of(jaxpr, steps, outs)
+    for i, (eqn, step) in enumerate(zip(jaxpr.eqns, steps, strict=True)):
+        if step.how is not How.LOW or eqn.primitive is not lax.dot_general_p or eqn.outvars[0].aval.ndim < 2:
+            continue
+        places = [reader.place for reader in readers.get(eqn.outvars[0], []) if reader.place < len(steps)]
+        turned = any(
+            jaxpr.eqns[place].primitive is lax.transpose_p and steps[place].how is not How.FOLDED for place in places
+        )
+        steps[i] = step._replace(ordered=not turned)
 
 
 def _wanted_results(entry: Entry, outs: Sequence[Standing], wanted: Sequence[bool]) -> list[bool]:
