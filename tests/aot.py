@@ -93,11 +93,15 @@ def main():
     import jaxamp
     from jaxamp import optim
 
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")  # without a device
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("d",)), PartitionSpec())
+    def mesh_of(number):  # without a device
+        topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{number}")
+        return Mesh(np.array(topology.devices), ("d",))
+
+    one = NamedSharding(mesh_of(1), PartitionSpec())
 
     def compiled(fn, *args, donate=(0, 1)):
-        specs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
+        placed = lambda a: a if a.sharding else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
+        specs = jax.tree.map(placed, args)
         return jax.jit(fn, donate_argnums=donate).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
 
     def kernels():
@@ -161,7 +165,48 @@ def main():
         kernel = r"%([a-z_]+)[\d.]* = \(?(?:bf16\[16,1024,1024\]|f32\[16,1024\]).* fusion\("
         return {"kernels": re.findall(kernel, text)}
 
-    answered = {"step": step, "two steps": two_steps, "release": release, "softmax": softmax}
+    def kept():
+        """The arrays of all layers that a gradient through a scan over attention writes outside of its loops."""
+
+        def layer(x, w):
+            def attend(x):
+                q, k, v = (a.reshape(len(x), 4, -1) for a in jnp.split(x @ w[0], 3, axis=-1))
+                scores = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+                return x + jnp.einsum("hts,shd->thd", scores, v).reshape(x.shape) @ w[1]
+
+            return jax.vmap(attend)(x), None
+
+        loss = lambda w, x: jnp.mean(jax.lax.scan(layer, x, w)[0])
+        shapes = ((6, 256, 768), (6, 256, 256)), (64, 192, 256)
+        w, x = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: len(s) > 2)
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r"%([a-z_]+)[\d.]* = \(?\w+\[6,64,.* (?:fusion|copy|transpose)\("
+        return {"kernels": sorted(set(re.findall(kernel, text[text.index("ENTRY") :])))}
+
+    def sharded():
+        """What devices tell each other for a gradient, the batch shared among them, with a table and a bias in it."""
+        mesh = mesh_of(4)
+        shape = lambda *axes, spec=(): jax.ShapeDtypeStruct(
+            axes, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
+        def loss(params, x):
+            w, positions, v, bias = params
+            return jnp.mean((jnp.tanh(x @ w + positions) @ v + bias) ** 2)
+
+        params = shape(512, 512), shape(64, 512), shape(512, 512), shape(512)
+        gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))
+        text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
+        return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
+
+    answered = {
+        "step": step,
+        "two steps": two_steps,
+        "release": release,
+        "softmax": softmax,
+        "kept": kept,
+        "sharded": sharded,
+    }
     answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]
     print("\n" + json.dumps(answers))
 

@@ -19,6 +19,8 @@ QUESTIONS = {
     "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
     "two steps": ["two steps"],
     "release": ["release"],
+    "kept": ["kept"],
+    "sharded": ["sharded"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
 }
@@ -79,3 +81,13 @@ def test_a_softmax_and_its_gradient_are_a_kernel_each(answers, name):
     """Besides matmuls, nothing else writes scores or sums of their rows."""
     kernels = [kernel for kernel in answers[name]["kernels"] if not kernel.startswith("gemm")]
     assert kernels == ["fusion", "fusion"]
+
+
+def test_what_a_scan_keeps_is_not_turned(answers):
+    """XLA would turn queries, keys and values of all layers for a single reader of the values."""
+    assert answers["kept"]["kernels"] == ["loop_broadcast_fusion"]
+
+
+def test_layouts_gather_nothing(answers):
+    """The partitioner would gather what has a layout asked for; gradients are summed over devices, and that is all."""
+    assert answers["sharded"]["collectives"] == ["all-reduce"]
