@@ -157,13 +157,42 @@ def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
     assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), float64(jax.grad(fn), table, W, X))
 
 
-def test_on_a_gpu_held_is_a_barrier_and_a_layout_and_elsewhere_nothing():
+def lowered(x, platform: str) -> str:
+    """The gradient of a bias between two matmuls: these and its cotangent have layouts asked for."""
     fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), 1))
-    texts = {
-        platform: fn.trace(W, B, X).lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")
-    }
-    assert [texts[p].count("optimization_barrier") for p in ("cpu", "cuda")] == [0, 1]
-    assert [texts[p].count("LayoutConstraint") for p in ("cpu", "cuda")] == [0, 1]
+    return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_on_a_gpu_held_is_a_barrier_and_a_layout_and_elsewhere_nothing():
+    assert [lowered(X, p).count("optimization_barrier") for p in ("cpu", "cuda")] == [0, 1]
+    assert [lowered(X, p).count("LayoutConstraint") for p in ("cpu", "cuda")] == [0, 2]
+
+
+def test_no_layout_is_asked_for_where_the_partitioner_would_gather():
+    mesh = jax.make_mesh((3,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
+    shared = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
+    assert lowered(shared, "cuda").count("LayoutConstraint") == (2 if jax.__version_info__ >= (0, 11, 2) else 0)
+    assert lowered(shared, "cuda").count("optimization_barrier") == 1
+
+
+def test_results_of_matmuls_are_in_order_unless_they_are_read_in_another():
+    def ordered(fn) -> int:
+        return names(jax.make_jaxpr(AMP(fn))(W, X)).count("ordered")
+
+    assert ordered(lambda w, x: jnp.tanh(x @ w.T)) == 1
+    assert ordered(lambda w, x: jnp.tanh(mapped(w, x))) == 1  # the transpose is folded
+    assert ordered(lambda w, x: jnp.tanh((x @ w.T).transpose(1, 0, 2))) == 0
+    assert ordered(lambda w, x: jnp.tanh(w @ x[0, 0])) == 0  # a vector has one order
+
+
+def test_order_passes_through_transforms():
+    fn = lambda w, x: jnp.sum(jnp.tanh(x @ w.T))
+    assert near(jax.hessian(AMP(fn))(W, X), float64(jax.hessian(fn), W, X), 5e-2)
+    per_example = jax.vmap(jax.grad(AMP(fn)), (None, 1))(W, X)
+    assert near(per_example, float64(jax.vmap(jax.grad(fn), (None, 1)), W, X))
+    each = lambda w, x: jnp.tanh(x @ w.T)
+    tangent = jax.jvp(lambda w: AMP(each)(w, X), (W,), (W,))[1]
+    assert near(tangent, float64(lambda w, x: jax.jvp(lambda w: each(w, x), (w,), (w,))[1], W, X))
 
 
 def test_a_bias_of_channels_first_has_no_say_in_the_layout():
