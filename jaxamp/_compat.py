@@ -186,8 +186,13 @@ def wants_devices(primitive: Primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def partitions_layouts(ctx: Any) -> bool:
-    """Whether a layout can be asked for in a lowering: on several devices, it gathered the array before 0.11.2."""
+def takes_layouts(ctx: Any) -> bool:
+    """Whether a layout can be asked for in a lowering.
+
+    `jax.export` refuses the custom call that asks, and the partitioner before 0.11.2 gathers the array on each device.
+    """
+    if ctx.module_context.lowering_parameters.for_export:
+        return False
     context = ctx.module_context.axis_context
     devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
     return devices == 1 or jax.__version_info__ >= (0, 11, 2)

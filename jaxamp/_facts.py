@@ -75,8 +75,8 @@ BENDS = frozenset(
 # Each entry of the result is made of one entry of each operand.
 ELEMENTWISE = BENDS | frozenset(
     """
-    abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div floor held ordered max min mul neg
-    rem reshape round select_n sign squeeze stop_gradient sub
+    abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div floor held max min mul neg
+    ordered rem reshape round select_n sign squeeze stop_gradient sub
     """.split()
 )
 

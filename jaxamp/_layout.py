@@ -11,8 +11,7 @@ Three of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the 
 - They also follow single readers through a loop: where the backward pass of attention reads values turned, queries and
   keys are turned with them, being slices of one matmul's result, and in a scan all of what its layers have kept.
 
-Constraints on layouts are the way out of the last two. The partitioner of jax before 0.11.2 gathers what is constrained
-from all devices, so that there is none where there are several.
+Constraints on layouts are the way out of the last two, where `takes_layouts` says that there is one.
 """
 
 import functools
@@ -25,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, mlir
 
 from ._bind import bind_primitive
-from ._compat import Primitive, apply_primitive, batching_rules, partitions_layouts
+from ._compat import Primitive, apply_primitive, batching_rules, takes_layouts
 
 HELD = Primitive("held")
 ORDERED = Primitive("ordered")
@@ -68,11 +67,11 @@ def _on_cuda(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
 
 
 def _lowered_on_cuda(ctx: Any, x: Any, *, ordered: bool, **params: Any) -> Any:
-    return _lowering(_on_cuda)(ctx, x, ordered=ordered and partitions_layouts(ctx), **params)
+    return _lowering(_on_cuda)(ctx, x, ordered=ordered and takes_layouts(ctx), **params)
 
 
 def _ordered_on_cuda(ctx: Any, x: Any) -> Any:
-    return _lowering(_laid_out if partitions_layouts(ctx) else _identity)(ctx, x)
+    return _lowering(_laid_out if takes_layouts(ctx) else _identity)(ctx, x)
 
 
 def _lowering(fun: Callable[..., Any]) -> Callable[..., Any]:

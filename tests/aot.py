@@ -136,6 +136,17 @@ def main():
         text = compiled(both, params, jax.eval_shape(optimizer.init, params), params).as_text()
         return {"kernels": len(re.findall(r"= \(?.*bf16\[1024,4096\].* fusion\(", text[text.index("ENTRY") :]))}
 
+    def law():
+        """Weights, as parameters and corrections and in float32 again, as one program: how many kernels it is."""
+        optimizer, x = optim.flash_adamw(1e-3), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+        like = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        there_and_back = (
+            lambda x: optim.Weight().decode(*optim.Weight().encode(x)),
+            lambda x: optim.float32_weights(*optim.from_float32(optimizer, optim.Float32(0, x, None, None), like)),
+        )
+        entry = lambda fn: re.split("ENTRY", compiled(fn, x, donate=()).as_text())[1]
+        return {"kernels": [len(re.findall(r"= .* fusion\(", entry(fn))) for fn in there_and_back]}
+
     def release():
         """Backward pass and step of a deep network as one program: the bytes besides its arguments, over gradients."""
         optimizer = optim.flash_adamw(1e-3)
@@ -202,6 +213,7 @@ def main():
     answered = {
         "step": step,
         "two steps": two_steps,
+        "law": law,
         "release": release,
         "softmax": softmax,
         "kept": kept,

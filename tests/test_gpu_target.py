@@ -18,6 +18,7 @@ QUESTIONS = {
     "adamw, odd": ["step", "flash_adamw", [768, 50257], "bfloat16", "float32", {}],
     "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
     "two steps": ["two steps"],
+    "law": ["law"],
     "release": ["release"],
     "kept": ["kept"],
     "sharded": ["sharded"],
@@ -69,6 +70,11 @@ def test_one_kernel_reads_gradients_before_they_are_used(answers, name):
 def test_steps_are_not_made_one(answers):
     """XLA would drop the cast to bfloat16 between them, and the second would add the correction to the exact weight."""
     assert answers["two steps"]["kernels"] == 2
+
+
+def test_weights_are_not_read_before_they_are_rounded(answers):
+    """In one kernel, XLA would drop the cast to bfloat16 and add the correction to the exact weight."""
+    assert min(answers["law"]["kernels"]) == 2
 
 
 def test_gradients_are_freed_as_they_are_used(answers):

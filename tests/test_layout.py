@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from program import MATMULS, dtypes_of, equations, matmul_dtypes
 
 import jaxamp
@@ -173,6 +173,16 @@ def test_no_layout_is_asked_for_where_the_partitioner_would_gather():
     shared = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
     assert lowered(shared, "cuda").count("LayoutConstraint") == (2 if jax.__version_info__ >= (0, 11, 2) else 0)
     assert lowered(shared, "cuda").count("optimization_barrier") == 1
+
+
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+def test_export_for_a_gpu_asks_for_no_layout(platforms):
+    """JAX exports no program with the custom call that asks."""
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
+    for exported in (AMP(fn), jax.grad(AMP(fn), (0, 1))):
+        text = export.export(jax.jit(exported), platforms=platforms)(W, B, X).mlir_module()
+        assert "dot_general" in text
+        assert "LayoutConstraint" not in text
 
 
 def test_results_of_matmuls_are_in_order_unless_they_are_read_in_another():

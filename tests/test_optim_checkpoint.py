@@ -159,7 +159,7 @@ def test_float32_of_another_tree_is_refused():
     with raises(ValueError, "float32_weights got corrections without a leaf for 'w'", "expected", "Pass the"):
         optim.float32_weights(params, optimizer.init({}))
     with raises(ValueError, r"float32_weights got a correction of shape \(32,\) for 'w'", "expected that", "Pass the"):
-        optim.float32_weights(params, optimizer.init({"w": jnp.ones(32, BF16)}))
+        optim.float32_weights({"w": jnp.ones(64, BF16)}, optimizer.init({"w": jnp.ones(32, BF16)}))
     state = optim.flash_adamw(1e-2, storage=Storage(group_size=16)).init(params)
     with raises(
         ValueError, r"got scales of shape \(2, 2\) for 'w', which is of shape \(32,\); expected groups of 32", "Pass"

@@ -128,6 +128,17 @@ def test_a_group_of_zeros_is_zeros():
         assert not again.any()
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("form", [WIDE, HALF])
+def test_a_group_with_a_momentum_that_is_not_finite_starts_anew(bad, form):
+    x = np.ones(32, np.float32)
+    x[5] = bad
+    _, again = written(Momentum(), form, x, 0)
+    assert np.abs(again).max() < 1e-15
+    _, again = written(Variance(), form, np.where(np.isnan(x), x, 1.0), 0)
+    assert np.all(again < 1e-15) == np.isnan(bad)
+
+
 def test_codecs_are_values():
     assert Momentum() == Momentum()
     assert hash(Variance(True)) == hash(Variance())

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -272,6 +273,8 @@ def test_what_is_no_moment_is_left_alone():
     state = jax.eval_shape(optim.compress_state(optax.adam(1e-3), kinds={"nu": "variance"}).init, params)
     assert state.inner[0].mu["w"].dtype == F32
     assert isinstance(state.inner[0].nu["w"], optim.Compressed)
+    with raises(ValueError, "compress_state got kinds for my, and none is a field", "expected names", "Write kinds="):
+        optim.compress_state(optax.adam(1e-3), kinds={"my": "momentum"}).init(params)
     with raises(ValueError, "compress_state got 'signed' for 'mu'; expected 'momentum' or 'variance'", "Write kinds="):
         optim.compress_state(optax.adam(1e-3), kinds={"mu": "signed"})
 
@@ -305,12 +308,56 @@ def flash_join(low, correction):
     return optim.Weight(low.dtype).decode(low, correction)
 
 
+DTYPES = "bfloat16 or float16, as when the state was made", r"Write params = optax.apply_updates\(params, updates\)"
+
+
+def test_parameters_that_became_float32_are_refused():
+    """`eqx.apply_updates` adds without a cast."""
+    params = {"w": jnp.ones((4, 32), BF16)}
+    for tx in (optim.flash_adamw(1e-3), optim.with_master_weights(optax.adamw(1e-3))):
+        updates, state = tx.update(params, tx.init(params), params)
+        added = eqx.apply_updates(params, updates)
+        assert added["w"].dtype == F32
+        with raises(ValueError, "got 'w' in float32 and a correction for it; expected", *DTYPES):
+            tx.update(params, state, added)
+        with raises(ValueError, "float32_weights got 'w' in float32 and a correction for it; expected", *DTYPES):
+            optim.float32_weights(added, state)
+
+
+def test_the_state_of_a_chain_is_refused_with_a_word():
+    params = {"w": jnp.ones((4, 32), BF16)}
+    flash = optim.flash_adamw(1e-3)
+    state = optax.chain(optax.clip_by_global_norm(1.0), flash).init(params)
+    for fn in (optim.float32_weights, lambda *args: optim.to_float32(flash, *args)):
+        with raises(TypeError, "got tuple as its state; expected", r"of an optax.chain, the part", r"state\[1\]"):
+            fn(params, state)
+        fn(params, state[1])
+
+
+def test_wrappers_refuse_what_is_no_plain_optimizer():
+    for wrap in (optim.compress_state, optim.with_master_weights):
+        name = wrap.__name__
+        with raises(TypeError, f"{name} got 0.1, of type float; expected an optimizer of Optax", f"Write {name}"):
+            wrap(0.1)
+        with raises(TypeError, f"{name} got <function sgd", "of type function; expected", f"Write {name}"):
+            wrap(optax.sgd)
+        with raises(TypeError, f"{name} got flash_lion, which is compressed; expected", "Write flash_lion"):
+            wrap(optim.flash_lion(1e-3))
+
+
+def test_gradients_that_do_not_fit_are_refused_by_master_weights():
+    tx, params = optim.with_master_weights(optax.sgd(0.5)), {"w": jnp.ones((4, 8), BF16)}
+    for grads in ({"w": jnp.ones(8)}, {"w": jnp.ones((4, 8), jnp.int32)}):
+        with raises(ValueError, "with_master_weights got a gradient of shape", "for 'w'; expected floats", "Pass"):
+            tx.update(grads, tx.init(params), params)
+
+
 def test_states_of_another_tree_are_refused_by_the_wrappers():
     tx, low = optim.with_master_weights(optax.sgd(0.5)), {"w": jnp.ones(4, BF16)}
     words = "expected that of a bfloat16 or float16 array of this shape", "Write state"
     with raises(ValueError, r"with_master_weights got a correction of shape \(1,\) for 'w', which is of", *words):
         tx.update(low, tx.init({"w": jnp.ones(1, BF16)}), low)
-    with raises(ValueError, r"of shape \(4,\) for 'w', which is of shape \(4,\) and in float32", *words):
+    with raises(ValueError, "with_master_weights got 'w' in float32 and a correction for it; expected", *DTYPES):
         tx.update(low, tx.init(low), {"w": jnp.ones(4)})
     with raises(ValueError, "got no correction for 'w', which is in bfloat16; expected one", "Write state"):
         tx.update(low, tx.init({"w": jnp.ones(4)}), low)
@@ -342,3 +389,13 @@ def test_master_weights_leave_other_leaves_alone():
         tx.update(params, state)
     with raises(ValueError, "with_master_weights got master_weight_bits=16; expected 24 or 32", "Write with_master"):
         optim.with_master_weights(optax.sgd(0.5), master_weight_bits=16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_updates_have_derivatives(dtype):
+    """By the learning rate, for those who learn that too: rounding passes derivatives on."""
+    params = {"w": jnp.ones((4, 32), dtype)}
+    state = optim.flash_adamw(1e-3).init(params)
+    change = lambda rate: jnp.sum(optim.flash_adamw(rate).update(params, state, params)[0]["w"])
+    by_rate = jax.grad(change)(1e-3)
+    assert abs(by_rate - -128.0) <= 0.01 * 128  # a first step of Adam is the rate, in each entry

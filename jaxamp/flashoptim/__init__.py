@@ -1,7 +1,8 @@
 """flashoptim-jax's interface over `jaxamp.optim`: change the import to `from jaxamp import flashoptim`.
 
-The law: a program written for flashoptim-jax 0.1.0 runs unchanged, on any device that JAX runs on, reads and writes the
-same arrays, and takes the same steps but for rounding wherever its are right.
+The law: a program written for flashoptim-jax 0.1.0, with names of the package, of its `compression` or of its
+`quantization`, runs unchanged, on any device that JAX runs on, reads and writes the same arrays, and takes the same
+steps but for rounding wherever its are right.
 
 >>> import jax, jax.numpy as jnp
 >>> from jaxamp import flashoptim

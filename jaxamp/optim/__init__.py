@@ -21,6 +21,7 @@ from ._optimizer import FlashState as FlashState
 from ._sharding import state_shardings as state_shardings
 from ._storage import Storage as Storage
 from ._weights import Weight as Weight
+from ._wrappers import KINDS as KINDS
 from ._wrappers import Compressed as Compressed
 from ._wrappers import CompressedState as CompressedState
 from ._wrappers import MasterState as MasterState

@@ -28,9 +28,10 @@ ROOT_TINY, TINY = 2.0**-63, 2.0**-126  # where maxima begin, so that a group of 
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """The nearest integer, ties to even, in a dtype that holds it.
 
-    Next to 1.5 * 2**23 a float32 has no room for fractions, and its last bits count. The maximum changes nothing: it is
-    an integer operation between the sum and its last byte. Without one, ptxas (12.9 and 13.0, not 13.4) takes that byte
-    for the sum converted to an integer, which is 255, always.
+    Next to 1.5 * 2**23 a float32 has no room for fractions, and its last bits count; of what is no number, they may be
+    anything. The maximum changes nothing that fits: it is an integer operation between the sum and its last byte.
+    Without one, ptxas (12.9 and 13.0, not 13.4) takes that byte for the sum converted to an integer, which is 255,
+    always.
     """
     bits = lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
     return jnp.maximum(bits, np.int32(0x4B400000 + jnp.iinfo(dtype).min)).astype(dtype)
@@ -58,8 +59,8 @@ class Momentum:
         return round_to(254.0 * x / (top + jnp.abs(x)), self.dtype)
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored."""
-        return top
+        """The scale of each group, before it is stored: none where it is not finite, so that the group starts anew."""
+        return jnp.where(jnp.isfinite(top), top, 0.0)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         y = code.astype(jnp.float32)
@@ -83,8 +84,8 @@ class Variance:
         return lax.rsqrt(lax.reduce(x, np.float32(TINY), lax.max, (axis % x.ndim,)))
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored: the largest root."""
-        return 1.0 / top
+        """The scale of each group, before it is stored: the largest root, and none of what is no number."""
+        return jnp.where(jnp.isnan(top), 0.0, 1.0 / top)
 
     def encode(self, x: jax.Array, top: jax.Array) -> jax.Array:
         y = 255.0 * jnp.sqrt(x) * top

@@ -15,10 +15,13 @@ from ._optimizer import FlashOptimizer, FlashState, as_trees, leaf_states
 from ._paths import flatten, flatten_like, name_of
 from ._scales import format_of
 from ._storage import Storage
-from ._weights import LOW, check_correction, join, rounded, split
+from ._weights import LOW, check_correction, join, split
 
 _CODECS: tuple[Codec, ...] = (MOMENTUM, VARIANCE)
-_INSTEAD = "Pass the parameters and the state that a step has returned together."
+_INSTEAD = (
+    "Pass the parameters and the state that a step has returned together; of the state of an optax.chain, the part of "
+    "this optimizer, such as state[1]."
+)
 
 
 class Float32(NamedTuple):
@@ -43,6 +46,11 @@ def float32_weights(params: Any, state: FlashState) -> Any:
     Leaves that are no floats come back as they are.
     """
     name = "float32_weights"
+    if not hasattr(state, "correction"):
+        raise TypeError(
+            f"{name} got {type(state).__name__} as its state; expected that of a compressed optimizer or of "
+            f"with_master_weights. {_INSTEAD}"
+        )
     paths, leaves, structure = flatten(params)
     corrections = flatten_like(name, "corrections", state.correction, params, structure, _INSTEAD)
     for path, p, c in zip(paths, leaves, corrections, strict=True):
@@ -80,8 +88,9 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
 def from_float32(optimizer: FlashOptimizer, float32: Float32, like: Any) -> tuple[Any, FlashState]:
     """Parameters, in the dtypes of `like`, and a state, from weights and moments in float32.
 
-    What `to_float32` returned comes back as the same weights and moments. A moment that is None is zero. The leaves of
-    `like` may be `jax.ShapeDtypeStruct`s.
+    What `to_float32` returned comes back as the same moments, and as the same weights within the bound of `Weight`: one
+    that lies between two parameters may become the other, with another correction. A moment that is None is zero. The
+    leaves of `like` may be `jax.ShapeDtypeStruct`s.
     """
     paths, leaves, structure = flatten(like)
     name, instead = "from_float32", "Pass what to_float32 returned, or trees like the parameters."
@@ -177,6 +186,4 @@ def _array(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _written(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, jax.Array | None]:
-    if correction is not None:
-        return split(x, dtype, correction)
-    return (rounded(x, dtype)[0] if dtype in LOW else x.astype(dtype)), None
+    return split(x, dtype, correction) if dtype in LOW else (x.astype(dtype), None)

@@ -10,8 +10,10 @@ each moment. Moments in float32 don't.
 Left to itself, XLA would keep the moments of pass 1 in memory for pass 2: 8 bytes written and 8 read for each
 parameter, where reading the state a second time is 6. The barrier on the inputs of pass 2 makes them other arrays to
 XLA, so that the moments of pass 1 can't be kept. The barrier before the scales are written lets these go where the old
-ones were: pass 2 has read them by then. It also is between a parameter and the step that reads it next: XLA drops a
-cast to bfloat16 and back, where two steps are compiled as one.
+ones were: pass 2 has read them by then.
+
+All steps end in a barrier. XLA drops a cast to bfloat16 and back, and where two steps are compiled as one, there is one
+between a parameter and its reader.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import Groups
 from ._rules import Moments, Rule, Scalars
 from ._scales import format_of
-from ._weights import LOW, change_of, join, rounded, split
+from ._weights import LOW, change_of, join, split_in_step
 
 
 class LeafState(NamedTuple):
@@ -60,7 +62,7 @@ class How(NamedTuple):
 def largest(
     how: How, param: jax.Array, grad: jax.Array, state: LeafState, found: Groups | None
 ) -> tuple[jax.Array, ...]:
-    """Pass 1: of each moment the largest of each group, as a scale; nothing if nothing has groups."""
+    """Pass 1: of each moment the largest of each group, as `encode` takes it; nothing if nothing has groups."""
     if found is None or state.scales is None:
         return ()
     codecs = _codecs(how)
@@ -158,13 +160,10 @@ def _weight(
     if how.delta and correction is None:
         return (-(how.decay * x) - u if shrinks else -u), None
     new = (x * (1.0 - how.decay) if shrinks else x) - u
-    if correction is None:
-        return rounded(new, param.dtype)[0] if param.dtype in LOW else new, None
-    return (change_of if how.delta else _parameter)(param, new, correction.dtype)
-
-
-def _parameter(param: jax.Array, new: jax.Array, correction: Any) -> tuple[jax.Array, jax.Array]:
-    return split(new, param.dtype, correction)
+    kind = None if correction is None else correction.dtype
+    if how.delta:
+        return change_of(param, new, kind)
+    return split_in_step(new, param.dtype, kind) if param.dtype in LOW else (new, None)
 
 
 def _kept(how: How, param: jax.Array, state: LeafState, out: jax.Array, new: LeafState) -> tuple[jax.Array, LeafState]:

@@ -25,7 +25,7 @@ from ._paths import check_groups, flatten, flatten_like, group_of, name_of, segm
 from ._rules import Rule, is_zero, scalars_of
 from ._scales import FORMATS
 from ._storage import FIELDS, SERVED, Storage
-from ._weights import LOW, correction_dtype
+from ._weights import check_low, correction_dtype
 
 
 class FlashState(NamedTuple):
@@ -242,7 +242,8 @@ def _hows(rule: Rule, count: jax.Array, scale: Any, delta: bool) -> Callable[[Se
             hyper = dict(settings.hyper)
             if callable(hyper["learning_rate"]):
                 hyper["learning_rate"] = hyper["learning_rate"](count)
-                _check_scalar(rule.name, "learning_rate", hyper["learning_rate"], "from its schedule")
+                instead = "Return a scalar, as optax.cosine_decay_schedule(1e-3, 1000) does"
+                _check_scalar(rule.name, "learning_rate", hyper["learning_rate"], "from its schedule", instead)
             scalars, decay = scalars_of(rule, hyper, count + 1)
             floor = settings.storage.variance_floor
             made[settings.group] = How(rule, scalars, decay, count + 1, floor, scale, delta=delta)
@@ -309,7 +310,7 @@ def _check_hyper(name: str, key: str, value: Any) -> None:
             f"{name} got {key}={value!r}, of type {type(value).__name__}; expected a number. Write {name}(1e-3), or a "
             "schedule for the learning rate, as in optax.cosine_decay_schedule(1e-3, 1000)."
         )
-    _check_scalar(name, key, value, "as it was given")
+    _check_scalar(name, key, value, "as it was given", f"Write {name}(1e-3)")
 
 
 def _check_nesterov(
@@ -322,13 +323,10 @@ def _check_nesterov(
         )
 
 
-def _check_scalar(name: str, key: str, value: Any, where: str) -> None:
+def _check_scalar(name: str, key: str, value: Any, where: str, instead: str) -> None:
     if value is None or np.shape(value) != ():
         given = f"{key}=None" if value is None else f"{key} of shape {np.shape(value)}"
-        raise ValueError(
-            f"{name} got {given} {where}; expected one number. Return a scalar, as "
-            "optax.cosine_decay_schedule(1e-3, 1000) does."
-        )
+        raise ValueError(f"{name} got {given} {where}; expected one number. {instead}.")
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise TypeError(
@@ -384,12 +382,8 @@ def _check_leaf(
     rule: Rule, settings: Settings, path: Any, param: Any, grad: Any, state: LeafState, instead: str
 ) -> Groups:
     """The groups of a leaf, as its state has them; an error that names it if the state is another's."""
-    dtype = getattr(grad, "dtype", None)
-    if dtype is None or grad.shape != param.shape or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"{rule.name} got a gradient of shape {np.shape(grad)} and dtype {dtype} for {name_of(path)!r}; "
-            f"expected floats of shape {param.shape}. Pass jax.grad(loss)(params, ...)."
-        )
+    check_gradient(rule.name, path, param, grad)
+    check_low(rule.name, name_of(path), param, state.correction)
     size, layout = settings.storage.group_size, settings.storage.layout
     expected = set(rule.moments(settings.hyper))
     arrays = {field: x for field, x in state._asdict().items() if x is not None}
@@ -401,7 +395,7 @@ def _check_leaf(
     fits = all(x.shape == param.shape for field, x in arrays.items() if field != "scales")
     fits &= all(arrays[field].dtype == dtype for field, dtype in dtypes.items() if field in arrays)
     corrected = settings.storage.bits_for(param.dtype) is not None
-    fits &= param.dtype in LOW if state.correction is not None else not corrected
+    fits &= state.correction is not None or not corrected
     if found is None or not fits or expected != set(arrays) - {"scales", "correction"}:
         given = ", ".join(f"{field} {x.shape} in {x.dtype}" for field, x in arrays.items()) or "nothing"
         raise ValueError(
@@ -410,6 +404,15 @@ def _check_leaf(
             f"{size}, {'with a' if corrected else 'without a'} correction. {instead}"
         )
     return found
+
+
+def check_gradient(name: str, path: Any, param: Any, grad: Any) -> None:
+    dtype = getattr(grad, "dtype", None)
+    if dtype is None or grad.shape != param.shape or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{name} got a gradient of shape {np.shape(grad)} and dtype {dtype} for {name_of(path)!r}; expected floats "
+            f"of shape {param.shape}. Pass jax.grad(loss)(params, ...)."
+        )
 
 
 def _check_factor(name: str, scale: Any) -> Any:

@@ -6,7 +6,8 @@ nearest; a value that the parameter holds has a correction of zero.
 
 The correction is the rounding error over half the distance to the parameter's neighbour, times 127 or 32767. That
 distance is a power of two which the parameter's exponent gives. XLA drops a cast to bfloat16 and back on GPUs, and with
-it the rounding error: the rounded value comes from its bits. A parameter that is stored is cast, which takes fewer.
+it the rounding error: what was rounded is read from its bits. A bfloat16 parameter that is stored is cast, which takes
+fewer instructions; `split` and a step end in a barrier, so that it never is what was rounded in the same program.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ class Weight:
     bits: int = 24
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return split(x, self.dtype, correction_dtype(self.bits))
+        return split(jnp.asarray(x, jnp.float32), self.dtype, correction_dtype(self.bits))
 
     def decode(self, low: jax.Array, correction: jax.Array) -> jax.Array:
         return join(low, correction)
@@ -47,7 +48,8 @@ class Weight:
 
 def check_correction(name: str, leaf_name: str, param: Any, correction: Any, instead: str) -> None:
     """Refuse a correction that is another parameter's."""
-    if correction is None or (param.dtype in LOW and correction.shape == param.shape):
+    check_low(name, leaf_name, param, correction)
+    if correction is None or correction.shape == param.shape:
         return
     raise ValueError(
         f"{name} got a correction of shape {correction.shape} for {leaf_name!r}, which is of shape {param.shape} and "
@@ -55,27 +57,44 @@ def check_correction(name: str, leaf_name: str, param: Any, correction: Any, ins
     )
 
 
+def check_low(name: str, leaf_name: str, param: Any, correction: Any) -> None:
+    """Refuse a parameter that was low, and is no longer."""
+    if correction is not None and param.dtype not in LOW:
+        raise ValueError(
+            f"{name} got {leaf_name!r} in {param.dtype} and a correction for it; expected bfloat16 or float16, as when "
+            "the state was made. Write params = optax.apply_updates(params, updates), which keeps the dtype of "
+            "parameters: eqx.apply_updates and a sum don't."
+        )
+
+
 def correction_dtype(bits: int) -> jnp.dtype:
     return jnp.dtype(jnp.int8 if bits == 24 else jnp.int16)
 
 
 def widen(low: jax.Array) -> jax.Array:
-    """A parameter in float32."""
+    """A parameter in float32; one in float16 by its bits, for its subnormal numbers."""
     return _from_bits(low) if low.dtype == jnp.float16 else low.astype(jnp.float32)
 
 
+@jax.custom_jvp
 def _from_bits(low: jax.Array) -> jax.Array:
+    """A cast to float32 that XLA can't drop."""
     bits = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
     if low.dtype == jnp.bfloat16:
         return _float(bits << np.uint32(16))
     sign, magnitude = (bits & np.uint32(0x8000)) << np.uint32(16), bits & np.uint32(0x7FFF)
-    normal = lax.bitcast_convert_type((magnitude << np.uint32(13)) + np.uint32(112 << 23), jnp.float32)
-    special = lax.bitcast_convert_type((magnitude << np.uint32(13)) | _EXPONENT, jnp.float32)  # infinite, NaN
+    normal = _float((magnitude << np.uint32(13)) + np.uint32(112 << 23))
+    special = _float((magnitude << np.uint32(13)) | _EXPONENT)  # infinite, NaN
     subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
     value = jnp.where(
         magnitude < np.uint32(0x400), subnormal, jnp.where(magnitude < np.uint32(0x7C00), normal, special)
     )
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint32) | sign, jnp.float32)
+    return _float(lax.bitcast_convert_type(value, jnp.uint32) | sign)
+
+
+@_from_bits.defjvp
+def _from_bits_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _from_bits(*primals), tangents[0].astype(jnp.float32)
 
 
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -93,10 +112,15 @@ def join(low: jax.Array, correction: jax.Array | None) -> jax.Array:
     return wide + correction.astype(jnp.float32) * (unit * _float(_power(wide, low.dtype)))
 
 
-def split(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, jax.Array]:
-    """The parameter, and the correction in the dtype `correction`."""
+def split(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, Any]:
+    """The parameter, and the correction in the dtype `correction`; None if that is None."""
+    return lax.optimization_barrier(split_in_step(x, dtype, correction))
+
+
+def split_in_step(x: jax.Array, dtype: Any, correction: Any) -> tuple[jax.Array, Any]:
+    """The same, where a barrier follows."""
     low, wide = rounded(x, dtype)
-    return low, error_of(x, wide, dtype, correction)
+    return low, None if correction is None else error_of(x, wide, dtype, correction)
 
 
 def change_of(param: jax.Array, new: jax.Array, correction: Any) -> tuple[jax.Array, jax.Array]:

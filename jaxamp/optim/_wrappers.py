@@ -11,6 +11,7 @@ from jax import tree_util as jtu
 from .._tree import is_inexact
 from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import groups, groups_of
+from ._optimizer import FlashOptimizer, check_gradient
 from ._paths import flatten, flatten_like, name_of
 from ._scales import FORMATS, format_of
 from ._storage import Storage
@@ -70,6 +71,7 @@ def compress_state(
             f"compress_state got storage={storage!r}, of type {type(storage).__name__}; expected a Storage. Write "
             "compress_state(tx, storage=jaxamp.optim.Storage(group_size=64))."
         )
+    _check_plain("compress_state", tx)
     codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": Variance(storage.variance_floor)}
     stored_by = {codec.dtype: codec for codec in codecs.values()}
     for field, kind in kinds.items():
@@ -115,7 +117,16 @@ def compress_state(
             named = [kinds.get(f"{name}.{field}", kinds.get(field)) for field in fields]
             return structure.unflatten(map(compressed, parts, named))
 
-        return CompressedState(jnp.zeros((), jnp.int32), compressed(tx.init(params)))
+        plain = tx.init(params)
+        inner = compressed(plain)
+        found = any(map(is_compressed, jax.tree.leaves(inner, is_leaf=is_compressed)))
+        if kinds is not KINDS and not found and any(map(moment, jax.tree.leaves(plain))):
+            raise ValueError(
+                f"compress_state got kinds for {', '.join(kinds) or 'no fields'}, and none is a field of this "
+                f"optimizer's state with moments; expected names such as 'mu', as in {type(plain).__name__}. Write "
+                "kinds={**jaxamp.optim.KINDS, 'my_field': 'momentum'}."
+            )
+        return CompressedState(jnp.zeros((), jnp.int32), inner)
 
     def update(updates: Any, state: CompressedState, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if not isinstance(state, CompressedState):
@@ -130,6 +141,20 @@ def compress_state(
         return updates, CompressedState(count, jax.tree.map(again, state.inner, inner, is_leaf=is_compressed))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_plain(name: str, tx: Any) -> None:
+    """Refuse what is no optimizer, and one that is compressed by itself."""
+    if isinstance(tx, FlashOptimizer):
+        raise TypeError(
+            f"{name} got {tx.name}, which is compressed; expected an optimizer of Optax. Write {tx.name}(1e-3) alone, "
+            f"or {name}(optax.adamw(1e-3))."
+        )
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{name} got {tx!r}, of type {type(tx).__name__}; expected an optimizer of Optax. Write "
+            f"{name}(optax.adamw(1e-3))."
+        )
 
 
 def is_compressed(x: Any) -> bool:
@@ -176,6 +201,7 @@ def with_master_weights(
             f"with_master_weights got master_weight_bits={master_weight_bits!r}; expected 24 or 32. Write "
             "with_master_weights(tx, master_weight_bits=24)."
         )
+    _check_plain("with_master_weights", tx)
     tx, kind = optax.with_extra_args_support(tx), correction_dtype(master_weight_bits)
 
     def low(x: Any) -> bool:
@@ -198,8 +224,10 @@ def with_master_weights(
         paths, leaves, structure = flatten(params)
         corrections = flatten_like(name, "a state", state.correction, params, structure, instead)
         given = flatten_like(name, "gradients", updates, params, structure, "Pass jax.grad's.")
-        for path, p, c in zip(paths, leaves, corrections, strict=True):
+        for path, p, c, g in zip(paths, leaves, corrections, given, strict=True):
             check_correction(name, name_of(path), p, c, instead)
+            if low(p) and g is not None:
+                check_gradient(name, path, p, g)
             if c is None and low(p):
                 raise ValueError(
                     f"{name} got no correction for {name_of(path)!r}, which is in {p.dtype}; expected one. {instead}"
