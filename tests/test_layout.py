@@ -158,7 +158,7 @@ def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
 
 
 def lowered(x, platform: str) -> str:
-    """The gradient of a bias between two matmuls: these and its cotangent have layouts asked for."""
+    """The gradient of a bias after a matmul: the result of that and the cotangent of the bias have layouts."""
     fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), 1))
     return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
 

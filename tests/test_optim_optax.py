@@ -298,14 +298,10 @@ def test_master_weights_are_float32_training(dtype, bits):
     got, state = train(optim.with_master_weights(optax.adamw(1e-3), master_weight_bits=bits), params, 50)
     start = wide(params)
     expected, _ = train(optax.adamw(1e-3), start, 50)
-    weights = jax.jit(lambda *trees: jax.tree.map(flash_join, *trees))(got, state.correction)
+    weights = optim.float32_weights(got, state)
     assert distance(weights, expected) <= 0.02 * distance(expected, start)
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
     assert {x.dtype for x in jax.tree.leaves(state.inner[0].mu)} == {jnp.dtype(F32)}
-
-
-def flash_join(low, correction):
-    return optim.Weight(low.dtype).decode(low, correction)
 
 
 DTYPES = "bfloat16 or float16, as when the state was made", r"Write params = optax.apply_updates\(params, updates\)"

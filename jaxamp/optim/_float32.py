@@ -43,7 +43,7 @@ class Float32(NamedTuple):
 def float32_weights(params: Any, state: FlashState) -> Any:
     """The weights that the optimizer sees: parameters with their corrections, in float32.
 
-    Leaves that are no floats come back as they are.
+    The state may also be that of `with_master_weights`. Leaves that are no floats come back as they are.
     """
     name = "float32_weights"
     if not hasattr(state, "correction"):

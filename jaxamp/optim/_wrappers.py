@@ -123,7 +123,7 @@ def compress_state(
         if kinds is not KINDS and not found and any(map(moment, jax.tree.leaves(plain))):
             raise ValueError(
                 f"compress_state got kinds for {', '.join(kinds) or 'no fields'}, and none is a field of this "
-                f"optimizer's state with moments; expected names such as 'mu', as in {type(plain).__name__}. Write "
+                "optimizer's state with moments; expected names of such fields, as 'mu' is in Optax's Adam. Write "
                 "kinds={**jaxamp.optim.KINDS, 'my_field': 'momentum'}."
             )
         return CompressedState(jnp.zeros((), jnp.int32), inner)
