@@ -20,6 +20,7 @@ from jax import tree_util as jtu
 from ._compat import EARLY_INLINE, current_name_stack, open_jaxpr, scopes, under_jit
 from ._interpreter import Interpreter, Ledger, Where
 from ._judge import Judge
+from ._masks import spread_masks
 from ._plan import Plan, Planner
 from ._policy import Key, Lookup, Policy, load_policy, presets
 from ._residuals import Keep, keeping_little, may_keep_little
@@ -161,6 +162,8 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
         return out
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
+    if not options.lookup.inert:
+        jaxpr = spread_masks(jaxpr)
     planner = Planner(Judge(options.lookup, options.compute_dtype))
     ins = [Value(standing_of_argument(v.aval), float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]
     results = [True] * len(open_jaxpr(jaxpr).outvars)

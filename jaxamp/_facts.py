@@ -47,8 +47,8 @@ PRESERVES = MOVES | frozenset(
 # Integers among the results are places, not values of the operands.
 PLACES = frozenset("argmax argmin top_k approx_top_k".split())
 
-# Floats that count places: not to be rounded, not even by a matmul.
-POSITIONS = frozenset({"iota"})
+# Floats that count places: not to be rounded, not even by a matmul. And what is made of places alone.
+POSITIONS = frozenset({"iota", "mask_of_positions"})
 
 # Result i comes from operand i alone; the dtypes of the others don't matter to it.
 ONE_TO_ONE = frozenset(
@@ -87,7 +87,7 @@ REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 
 # One pass over operands that are read anyway: sooner computed again than kept for the backward pass. Reductions of many
 # entries are not: `_residuals`.
-CHEAP = ELEMENTWISE | REDUCES | frozenset("concatenate iota pad rev slice split transpose".split())
+CHEAP = ELEMENTWISE | REDUCES | frozenset("concatenate iota mask_of_positions pad rev slice split transpose".split())
 
 # Parameters are shapes, axes, dtypes and shardings: no jaxpr and nothing of the user's, so that a cache may hold them.
 PLAIN = CHEAP | COMPARES | MATMULS | frozenset(f"mixed_{name}" for name in MATMULS)

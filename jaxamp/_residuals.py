@@ -1,9 +1,10 @@
 """What is kept for the backward pass.
 
 JAX saves for each nonlinear float32 operation its own operands, and a scan stacks them. Under `amp` the body of a scan
-is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks, what came over the wire, sums
-and maxima of many entries, and whatever is not known to be cheap. Element-wise work is computed again from these. With
-`keep="matmuls"` the whole function is such a checkpoint. Where the user has placed a checkpoint, theirs stays alone.
+is a `jax.checkpoint` that keeps what is dear: results of matmuls, random draws, masks but for those of positions alone,
+what came over the wire, sums and maxima of many entries, and whatever is not known to be cheap. Element-wise work is
+computed again from these. With `keep="matmuls"` the whole function is such a checkpoint. Where the user has placed a
+checkpoint, theirs stays alone.
 """
 
 import math

@@ -176,6 +176,18 @@ def main():
         kernel = r"%([a-z_]+)[\d.]* = \(?(?:bf16\[16,1024,1024\]|f32\[16,1024\]).* fusion\("
         return {"kernels": re.findall(kernel, text)}
 
+    def masked():
+        """How many rows of how many heads and examples a kernel of a softmax under a causal mask takes at a time."""
+
+        def loss(w, x):
+            scores = jnp.einsum("bhqd,bhkd->bhqk", x @ w, x)
+            return jnp.sum(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((1024, 1024), bool)), scores, -1e9)) @ x)
+
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (16, 12, 1024, 64)))
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r'= bf16\[16,12,1024,1024\].* fusion\(.*"output_tiles":\[\{"sizes":\["(\d+)","(\d+)","(\d+)","1024"\]'
+        return {"rows": [[int(size) for size in sizes] for sizes in re.findall(kernel, text)]}
+
     def kept():
         """The arrays of all layers that a gradient through a scan over attention writes outside of its loops."""
 
@@ -195,7 +207,7 @@ def main():
         return {"kernels": sorted(set(re.findall(kernel, text[text.index("ENTRY") :])))}
 
     def sharded():
-        """What devices tell each other for a gradient, the batch shared among them, with a table and a bias in it."""
+        """What devices tell each other for a gradient, the batch shared among them, with a table, a mask and a bias."""
         mesh = mesh_of(4)
         shape = lambda *axes, spec=(): jax.ShapeDtypeStruct(
             axes, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
@@ -203,7 +215,9 @@ def main():
 
         def loss(params, x):
             w, positions, v, bias = params
-            return jnp.mean((jnp.tanh(x @ w + positions) @ v + bias) ** 2)
+            x = jnp.tanh(x @ w + positions)
+            mask = jnp.tril(jnp.ones((64, 64), bool))
+            return jnp.mean((jax.nn.softmax(jnp.where(mask, x @ x.mT, -1e9)) @ x @ v + bias) ** 2)
 
         params = shape(512, 512), shape(64, 512), shape(512, 512), shape(512)
         gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))
@@ -216,6 +230,7 @@ def main():
         "law": law,
         "release": release,
         "softmax": softmax,
+        "masked": masked,
         "kept": kept,
         "sharded": sharded,
     }

@@ -24,6 +24,7 @@ QUESTIONS = {
     "sharded": ["sharded"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
+    "masked": ["masked"],
 }
 STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
 
@@ -87,6 +88,13 @@ def test_a_softmax_and_its_gradient_are_a_kernel_each(answers, name):
     """Besides matmuls, nothing else writes scores or sums of their rows."""
     kernels = [kernel for kernel in answers[name]["kernels"] if not kernel.startswith("gemm")]
     assert kernels == ["fusion", "fusion"]
+
+
+def test_a_masked_softmax_takes_neighbouring_rows(answers):
+    """For a mask that is repeated over heads and examples, XLA would take one row of 16 of these."""
+    rows = answers["masked"]["rows"]
+    assert [sizes[:2] for sizes in rows] == [[1, 1], [1, 1]]  # forward and backward
+    assert min(sizes[2] for sizes in rows) > 1
 
 
 def test_what_a_scan_keeps_is_not_turned(answers):
