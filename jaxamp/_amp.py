@@ -1,7 +1,8 @@
 """`amp`: run a function in mixed precision.
 
-The law: `amp(fn)` has `fn`'s signature, pytree structure, shapes and output dtypes; only dtypes inside change. It is
-pure, and composes with every JAX transform on both sides.
+The law: `amp(fn)` has `fn`'s signature, pytree structure, shapes and output dtypes; only dtypes inside change, and
+the form in which XLA gets the same work (`_layout`, `_softmax`, `_masks`). It is pure, and composes with every JAX
+transform on both sides.
 """
 
 import contextlib
@@ -162,7 +163,7 @@ def plan_call(options: Options, call: _Call, arrays: Any) -> tuple[Plan, Planner
         return out
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    if not options.lookup.inert:
+    if options.compute_dtype.itemsize < 4 and not options.lookup.inert:
         jaxpr = spread_masks(jaxpr)
     planner = Planner(Judge(options.lookup, options.compute_dtype))
     ins = [Value(standing_of_argument(v.aval), float_dtype(v.aval)) for v in open_jaxpr(jaxpr).invars]

@@ -83,6 +83,15 @@ ELEMENTWISE = BENDS | frozenset(
 PRODUCTS = frozenset({"mul", "div"})
 SUMS = frozenset({"add", "sub"})
 COMPARES = frozenset("and eq ge gt is_finite le lt ne not or xor".split())
+
+# What masks are made of from positions: each entry of the result from one entry of each operand.
+OF_POSITIONS = COMPARES | frozenset(
+    """
+    abs add broadcast_in_dim clamp convert_element_type copy div iota max min mul neg rem reshape select_n sign squeeze
+    stop_gradient sub
+    """.split()
+)
+
 REDUCES = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 
 # One pass over operands that are read anyway: sooner computed again than kept for the backward pass. Reductions of many

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec
 from program import equations
 
 import jaxamp
-from jaxamp._masks import spread_masks
+from jaxamp._masks import MASK, spread_masks
 
 AMP = jaxamp.amp(compute_dtype=jnp.bfloat16)
 HEADS, TOKENS, WIDTH = 3, 6, 4
@@ -29,8 +31,25 @@ def repeated_masks(jaxpr):
     ]
 
 
+def masks(jaxpr):
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive is MASK]
+
+
 def whole_masks(jaxpr):
-    return [eqn.outvars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "mask_of_positions"]
+    return [eqn.outvars[0].aval.shape for eqn in masks(jaxpr)]
+
+
+def check_values(fn, *args):
+    """The same results with masks made elsewhere, and these the same as they are made on a GPU."""
+    jaxpr = spread_masks(jax.make_jaxpr(fn)(*args))
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*args)
+    for one, other in zip(found, jax.tree.leaves(fn(*args)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for eqn in masks(jaxpr):
+        made = eqn.params["made"]
+        assert made.whole().shape == made.written().shape == eqn.outvars[0].aval.shape
+        np.testing.assert_array_equal(made.whole(), made.written())
+    return jaxpr
 
 
 def causal():
@@ -43,7 +62,7 @@ def window():
 
 
 def blocks():
-    at = jnp.arange(TOKENS) // 2
+    at = lax.div(jnp.arange(TOKENS), 2)
     return jnp.expand_dims(at[None, :] == at[:, None], (0, 1))
 
 
@@ -83,11 +102,56 @@ def masked(mask):
 
 @pytest.mark.parametrize("mask", [*MASKS, turned])
 def test_a_mask_is_the_same_mask(mask):
-    scores = normal(*SCORES)
-    fn = masked(mask)
-    found = jax.jit(jax.extend.core.jaxpr_as_fun(spread_masks(jax.make_jaxpr(fn)(scores))))(scores)[0]
-    np.testing.assert_array_equal(found, fn(scores))
-    assert 0 < np.sum(np.asarray(found) == -1e9) < found.size
+    check_values(masked(mask), normal(*SCORES))
+    found = np.asarray(masked(mask)(normal(*SCORES)))
+    assert 0 < np.sum(found == -1e9) < found.size
+
+
+SIZES = st.sampled_from([1, 2, 3])
+STEPS = st.lists(
+    st.sampled_from("repeat add_one drop_one flatten turn shift scale compare choose clamp cast mix".split()),
+    max_size=8,
+)
+
+
+@given(st.tuples(SIZES, SIZES), STEPS, st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_mask_is_the_same_mask(shape, steps, data):
+    """Whatever is done to positions before they are compared and repeated."""
+    draw = lambda most: data.draw(st.integers(0, most))
+
+    def fn(x):
+        a = lax.broadcasted_iota(jnp.int32, shape, draw(1))
+        for step in steps:
+            at = draw(a.ndim - 1) if a.ndim else 0
+            match step:
+                case "repeat" if a.size < 50:
+                    a = jnp.broadcast_to(a, (draw(1) + 1, *(3 if size == 1 else size for size in a.shape)))
+                case "add_one":
+                    a = jnp.expand_dims(a, at)
+                case "drop_one" if a.ndim and a.shape[at] == 1:
+                    a = jnp.squeeze(a, at)
+                case "flatten":
+                    a = a.reshape(-1)
+                case "turn":
+                    a = a.T
+                case "shift":
+                    a = a + draw(3) - 1
+                case "scale":
+                    a = lax.rem(lax.neg(a) * 2, jnp.int32(3))
+                case "compare" if a.ndim:
+                    a = (a >= lax.broadcasted_iota(jnp.int32, a.shape, at)).astype(jnp.int32)
+                case "choose":
+                    a = lax.select(lax.gt(a, lax.full_like(a, 0)), a, lax.full_like(a, 2))
+                case "clamp":
+                    a = lax.clamp(0, a, 1 + draw(1))
+                case "cast":
+                    a = a.astype(data.draw(st.sampled_from(["float32", "int8", "bool", "float16"]))).astype(jnp.int32)
+                case "mix" if a.ndim:
+                    a = jnp.maximum(a, lax.broadcasted_iota(jnp.int32, (1,) * (a.ndim - 1) + a.shape[-1:], a.ndim - 1))
+        return jnp.where(jnp.broadcast_to(a > 0, (2, *a.shape)), x, -1.0)
+
+    check_values(lambda x: jax.jit(fn)(x), jnp.float32(1))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -145,9 +209,10 @@ def test_a_scan_makes_its_masks_again():
         lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, (TOKENS, TOKENS)), x, 0),
         lambda x: jnp.where(jnp.cumsum(jnp.arange(TOKENS)) < 9, x, 0),
         lambda x: x + jnp.arange(TOKENS, dtype=x.dtype),
+        lambda x: jnp.where(0.1 * jnp.arange(TOKENS, dtype=x.dtype) < 0.3, x, 0),
         lambda x: jnp.where(lax.broadcasted_iota(jnp.int32, (1, 1, 1, TOKENS), 2) < 1, x, 0),
     ],
-    ids=["data", "rows of data", "lengths", "array", "random", "sums", "floats", "constant"],
+    ids=["data", "rows of data", "lengths", "array", "random", "sums", "floats", "rounded", "constant"],
 )
 def test_other_masks_stay_as_they_are(fn):
     jaxpr = jax.make_jaxpr(fn)(normal(*SCORES))
@@ -172,10 +237,99 @@ def test_a_long_expression_ends_the_search():
     assert spread_masks(jaxpr) is jaxpr
 
 
-def test_what_nothing_reads_any_more_is_gone():
-    jaxpr = spread_masks(jax.make_jaxpr(lambda x: jnp.where(jnp.arange(TOKENS) < 3, x, 0) + 1)(normal(*SCORES)))
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jax.extend.core.Var)} | {*jaxpr.jaxpr.outvars}
-    assert [eqn.primitive.name for eqn in jaxpr.eqns if not read & {*eqn.outvars}] == []
+def test_masks_stay_where_nothing_is_low():
+    fn, scores = masked(causal), normal(*SCORES)
+    assert whole_masks(jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.float32))(scores)) == []
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.where(lax.reshape(causal(), (1, TOKENS, TOKENS), dimensions=(1, 0)), x, 0),
+        lambda x: jnp.where(jnp.arange(TOKENS**2).reshape(TOKENS, TOKENS) > 9, x, 0),
+        lambda x: (jnp.broadcast_to(causal(), (2, TOKENS, TOKENS)), x),
+        lambda x: (jax.jit(lambda: jnp.broadcast_to(causal(), (2, TOKENS, TOKENS)))(), x),
+        lambda x: lax.cond(x[0, 0, 0, 0] > 0, lambda m: m, jnp.logical_not, causal()) & (x > 0),
+        lambda x: lax.scan(lambda m, _: (~m, jnp.where(m, x, 0)), causal(), None, 2),
+        lambda x: lax.scan(lambda x, m: (jnp.where(m, x, 0), None), x, jnp.stack([causal(), window()])),
+        lambda x: lax.scan(lambda x, _: (jnp.where(causal(), x, 0), None), x, None, 2),
+        lambda x: lax.while_loop(
+            lambda s: s[0] < 2, lambda s: (s[0] + 1, ~s[1], jnp.where(s[1], x, 0)), (0, causal(), x)
+        ),
+        lambda x: jax.checkpoint(lambda x, m: jnp.where(m, x, 0))(x, causal()),
+    ],
+    ids="turning_reshape reshape returned from_a_jit cond carry xs in_a_scan while checkpoint".split(),
+)
+def test_masks_around_other_operations(fn):
+    check_values(fn, normal(*SCORES))
+
+
+def test_a_function_that_is_called_with_two_masks():
+    where = jax.jit(lambda m, x: jnp.where(m, x, 0))
+    jaxpr = check_values(lambda x: where(causal(), x) - where(window(), x), normal(*SCORES))
+    assert whole_masks(jaxpr) == [SCORES, SCORES]
+
+
+def test_a_function_that_is_called_with_many_masks_is_rewritten_for_a_few():
+    where = jax.jit(lambda m, x: jnp.where(m, x, 0))
+    fn = lambda x: sum(where(causal() & (jnp.arange(TOKENS) != i), x) for i in range(9))
+    bodies = {
+        id(eqn.params["jaxpr"])
+        for eqn in check_values(fn, normal(*SCORES)).eqns
+        if eqn.params.get("name") == "<lambda>"
+    }
+    assert 1 < len(bodies) <= 5
+
+
+def test_a_layer_that_is_called_with_numbers_is_rewritten_once():
+    layer = jax.jit(lambda x, i: masked(causal)(x) * i)
+    fn = lambda x: layer(layer(layer(x, 1.0), 2.0), 3.0)
+    jaxpr = check_values(fn, normal(*SCORES))
+    assert len({id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns}) == 1
+    assert whole_masks(jaxpr) == [SCORES] * 3
+
+
+def test_zero_has_two_signs():
+    """Equal as numbers, one is below the other for who divides by them."""
+
+    @jax.jit
+    def choose(x, zeros):
+        return jnp.where(jnp.broadcast_to(1 / zeros > 0, SCORES), x, -1)
+
+    both = lambda zero: jnp.where(jnp.arange(TOKENS) < 1, 1.0, zero)
+    check_values(lambda x: (choose(x, both(0.0)), choose(x, both(-0.0))), normal(*SCORES))
+
+
+def test_masks_of_64_bits_stay_as_they_are():
+    """They would be made in 32 bits where they are lowered without `jax_enable_x64`."""
+
+    def fn(x):
+        with jax.enable_x64(True):
+            mask = jnp.arange(TOKENS, dtype=jnp.int64) * 2**33 > 2**33
+        return jnp.where(mask, x, 0)
+
+    assert whole_masks(check_values(fn, normal(*SCORES))) == []
+
+
+def test_effects_stay(capfd):
+    @jax.jit
+    def mask():
+        jax.debug.print("printed")
+        return jnp.broadcast_to(causal(), SCORES)
+
+    jax.block_until_ready(jax.jit(AMP(lambda x: jnp.where(mask(), x, 0)))(normal(*SCORES)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["printed"]
+
+
+def test_scopes_stay():
+    def fn(x):
+        with jax.named_scope("mask"):
+            mask = jnp.arange(TOKENS)[:, None] >= jnp.arange(TOKENS)
+        return lax.select_n(lax.broadcast_in_dim(mask, SCORES, (2, 3)), x, 2 * x) @ x
+
+    policy = jaxamp.load_policy("default") | {"mask": jaxamp.use_original_precision}
+    assert jaxamp.unmatched_keys(fn, amp_policy=policy)(normal(*SCORES)) == []
 
 
 def test_a_mask_that_is_printed_is_made(capfd):
@@ -205,20 +359,28 @@ def test_masks_without_jit():
 def test_masks_keep_the_line_of_the_user():
     jaxpr = jax.make_jaxpr(masked(causal))(normal(*SCORES))
     lines = {id(eqn.source_info.traceback) for eqn in equations(jaxpr) if eqn.primitive is lax.broadcast_in_dim_p}
-    (mask,) = [eqn for eqn in equations(spread_masks(jaxpr)) if eqn.primitive.name == "mask_of_positions"]
+    (mask,) = masks(spread_masks(jaxpr))
     assert id(mask.source_info.traceback) in lines
     assert str(mask.params["made"]).startswith("broadcast_in_dim(select_n(ge(add(iota 0, 0), iota 1), ")
 
 
 def test_masks_on_a_mesh():
     """On axes that arrays have in their types a mask stays as it is; inside of `shard_map` it is made for the part."""
+    spec, scores = PartitionSpec("d"), normal(*SCORES)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
-    fn, scores = masked(causal), normal(*SCORES)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(scores, jax.NamedSharding(mesh, PartitionSpec("d")))
-        np.testing.assert_array_equal(jax.jit(AMP(fn))(placed), fn(scores))
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-    each = jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"))
-    jaxpr = jax.make_jaxpr(AMP(each))(scores)
-    assert whole_masks(jaxpr) == [(1, *SCORES[1:])]
+
+        def explicit(x):
+            mask = lax.broadcast_in_dim(causal(), SCORES, (2, 3), out_sharding=spec)
+            return mask, lax.select(mask, x, lax.full_like(x, 0))
+
+        placed = jax.device_put(scores, jax.NamedSharding(mesh, spec))
+        assert whole_masks(check_values(explicit, placed)) == []
+        assert jax.tree.map(jax.typeof, jax.jit(AMP(explicit))(placed)) == jax.tree.map(jax.typeof, explicit(placed))
+    mesh, fn = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,)), masked(causal)
+    each = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert whole_masks(jax.make_jaxpr(AMP(each))(scores)) == [(1, *SCORES[1:])]
     np.testing.assert_array_equal(AMP(each)(scores), fn(scores))
+    # that of a function of the user's, which says where its result is
+    make = jax.jit(lambda: jnp.broadcast_to(causal(), SCORES), out_shardings=jax.NamedSharding(mesh, spec))
+    assert jax.jit(AMP(lambda x: (make(), jnp.where(make(), x, 0))))(scores)[0].sharding.spec == spec

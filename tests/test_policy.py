@@ -10,6 +10,7 @@ from program import dtypes_of, matmul_dtypes
 import jaxamp
 from jaxamp._compat import NOT_EVERYWHERE, primitives
 from jaxamp._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS
+from jaxamp._masks import MASK
 from jaxamp._policy import Lookup
 from jaxamp._rules import ByTarget
 
@@ -59,7 +60,7 @@ def test_default_policy_is_a_mapping_that_can_be_extended_but_not_changed():
 
 
 def test_facts_and_tables_name_primitives_that_exist():
-    known = set(primitives()) | NOT_EVERYWHERE
+    known = set(primitives()) | NOT_EVERYWHERE | {MASK.name}
     for fact in (FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS):
         assert fact <= known
 
