@@ -135,7 +135,7 @@ class _Spreader:
             new, outs = self._equation(eqn, [read(v) for v in eqn.invars])
             made.update(zip(eqn.outvars, outs, strict=True))
             eqns.append(new)
-        others = [eqn.invars for eqn in eqns if eqn.effects or any(made[v] is None for v in eqn.outvars)]
+        others = [eqn.invars for eqn in eqns if any(made[v] is None for v in eqn.outvars)]
         needed = {v for atoms in (*others, body.outvars) for v in atoms if not isinstance(v, Literal)}
         eqns = [_as_mask(eqn, made[eqn.outvars[0]]) if needed & {*eqn.outvars} else eqn for eqn in eqns]
         same = all(new is old for new, old in zip(eqns, body.eqns, strict=True))
@@ -157,7 +157,7 @@ class _Spreader:
             )
             jaxpr, results = self.run(body.jaxpr, known)
             new.append(jaxpr)
-            outs = results if eqn.primitive.name == "jit" and not eqn.effects else outs
+            outs = results if eqn.primitive.name == "jit" else outs
         if any(jaxpr is not body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
             eqn = eqn.replace(params=with_bodies(eqn, entry, new))
         return eqn, outs
@@ -192,7 +192,7 @@ def _made(eqn: Any, operands: Sequence[Made | None]) -> Made | None:
 
 
 def _number(literal: Any) -> Made | None:
-    """A number, by its bits: zero has two signs."""
+    """A number, by its bits: as numbers, not all are equal to themselves."""
     shape, dtype = literal.aval.shape, literal.aval.dtype
     if shape or not _is_plain(dtype):
         return None
