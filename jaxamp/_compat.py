@@ -191,11 +191,15 @@ def takes_layouts(ctx: Any) -> bool:
 
     `jax.export` refuses the custom call that asks, and the partitioner before 0.11.2 gathers the array on each device.
     """
-    if ctx.module_context.lowering_parameters.for_export:
-        return False
+    exported = ctx.module_context.lowering_parameters.for_export
+    return not exported and (is_for_one_device(ctx) or jax.__version_info__ >= (0, 11, 2))
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether a lowering is for a single device. What `jax.export` lowers for one runs on one."""
     context = ctx.module_context.axis_context
     devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
-    return devices == 1 or jax.__version_info__ >= (0, 11, 2)
+    return devices == 1
 
 
 def has_devices(ctx: Any) -> bool:

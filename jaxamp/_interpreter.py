@@ -95,15 +95,15 @@ class _Env:
         return self._casts[atom, dtype]
 
 
-def _shares_its_cotangent(env: _Env, eqn: Any, step: Step, atom: Any, low: np.dtype) -> bool:
-    """Whether an operand is added to what is held low, so that its cotangent is rounded on the way back to that.
+def _low_addend(env: _Env, eqn: Any, step: Step, atom: Any, low: np.dtype) -> Any:
+    """What is held low and is added to an operand, if anything is: on the way back to it the cotangent is rounded.
 
-    Its own way back may share the rounded one, in a dtype that has the range of float32 and where nothing is pinned.
+    The operand's own way back may share the rounded one where nothing is pinned.
     """
-    in_range = jnp.finfo(low).maxexp == jnp.finfo(np.float32).maxexp
-    others = [v for v in eqn.invars if v is not atom and not isinstance(v, Literal)]
-    pinned = isinstance(step.key, str | tuple)
-    return eqn.primitive.name in SUMS and in_range and not pinned and any(env.dtype_of(v) == low for v in others)
+    if eqn.primitive.name not in SUMS or isinstance(step.key, str | tuple):
+        return None
+    others = (v for v in eqn.invars if v is not atom and not isinstance(v, Literal))
+    return next((env.read(v) for v in others if env.dtype_of(v) == low), None)
 
 
 def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
@@ -292,13 +292,14 @@ class Interpreter:
         x, low = env.read(atom), self._planner.compute_dtype
         first = _first_kept_axis(x.shape, shape)
         table = first is not None and first < x.ndim - 1
-        shared = self._where is Where.IN_ISLAND and _shares_its_cotangent(env, eqn, step, atom, low)
-        rounded = x.dtype == np.float32 and (dtype == low or shared)
+        wide = dtype != low and self._where is Where.IN_ISLAND
+        beside = _low_addend(env, eqn, step, atom, low) if wide else None
+        rounded = x.dtype == np.float32 and (dtype == low or beside is not None)
         if x.dtype == dtype and not (table or rounded):
             return x
         x = lax.broadcast_in_dim(x, shape, range(x.ndim))
         if table or rounded:
-            x = held(x, low if rounded else x.dtype, ordered=first is not None)
+            x = held(x, low if rounded else x.dtype, ordered=first is not None, beside=beside)
         return cast(x, dtype)
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:

@@ -30,9 +30,13 @@ HELD = Primitive("held")
 ORDERED = Primitive("ordered")
 
 
-def held(x: Any, dtype: np.dtype, ordered: bool) -> Any:
-    """`x`, whose cotangent is rounded to `dtype` if it is not yet, and held so; `ordered`: in the order of its axes."""
-    return bind_primitive(HELD, x, here=False, dtype=dtype, ordered=ordered)
+def held(x: Any, dtype: np.dtype, ordered: bool, beside: Any = None) -> Any:
+    """`x`, whose cotangent is rounded to `dtype` if it is not yet, and held so; `ordered`: in the order of its axes.
+
+    `beside`: what has the same cotangent, rounded. Where that is not differentiated too, the cotangent stays as it is.
+    """
+    others = () if beside is None else (beside,)
+    return bind_primitive(HELD, x, *others, here=False, dtype=dtype, ordered=ordered)
 
 
 def round_and_hold(x: Any, dtype: np.dtype) -> Any:
@@ -45,7 +49,7 @@ def in_order(x: Any) -> Any:
     return bind_primitive(ORDERED, x)
 
 
-def _identity(x: Any, **params: Any) -> Any:
+def _identity(x: Any, *beside: Any, **params: Any) -> Any:
     return x
 
 
@@ -53,11 +57,11 @@ def _laid_out(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _rounded(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
+def _rounded(x: Any, *beside: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
     return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype) if here else x
 
 
-def _on_cuda(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
+def _on_cuda(x: Any, *beside: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
     if not here:
         return x
     held = lax.convert_element_type(x, dtype)
@@ -66,8 +70,8 @@ def _on_cuda(x: Any, *, here: bool, dtype: np.dtype, ordered: bool) -> Any:
     return lax.convert_element_type(held, x.dtype)
 
 
-def _lowered_on_cuda(ctx: Any, x: Any, *, ordered: bool, **params: Any) -> Any:
-    return _lowering(_on_cuda)(ctx, x, ordered=ordered and takes_layouts(ctx), **params)
+def _lowered_on_cuda(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
+    return _lowering(_on_cuda)(ctx, *operands, ordered=ordered and takes_layouts(ctx), **params)
 
 
 def _ordered_on_cuda(ctx: Any, x: Any) -> Any:
@@ -76,6 +80,15 @@ def _ordered_on_cuda(ctx: Any, x: Any) -> Any:
 
 def _lowering(fun: Callable[..., Any]) -> Callable[..., Any]:
     return mlir.lower_fun(fun, multiple_results=False)
+
+
+def _jvp(primals: Any, tangents: Any, *, dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
+    tangent, *beside = tangents
+    out = HELD.bind(*primals, dtype=dtype, **params)
+    if type(tangent) is ad.Zero:
+        return out, tangent
+    alone = any(type(x) is ad.Zero for x in beside)
+    return out, HELD.bind(tangent, dtype=out.dtype if alone else dtype, **params)
 
 
 def _transpose(ct: Any, x: Any, *, here: bool, **params: Any) -> list[Any]:
@@ -96,3 +109,4 @@ def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any
 
 _register(HELD, _transpose, _rounded, _lowered_on_cuda)
 _register(ORDERED, lambda ct, x: [ct], _identity, _ordered_on_cuda)
+ad.primitive_jvps[HELD] = _jvp

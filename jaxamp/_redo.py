@@ -23,6 +23,7 @@ from jax import lax
 from ._compat import as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
 from ._scale import largest_cotangent, unscaled
 from ._scaler import FLOAT32_MAX, DynamicScalerState
+from ._total import total
 from ._tree import agreed, axes_of, is_inexact, wider
 
 _SMALLEST_NORMAL = float(jnp.finfo(jnp.float16).smallest_normal)
@@ -46,10 +47,10 @@ def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def lost(x: Any) -> jax.Array:
         small = (jnp.abs(x.astype(wider(x.dtype, jnp.float32))) < _SMALLEST_NORMAL).astype(jnp.float32)
-        return jnp.sum(jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf))
+        return jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf)
 
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    share = sum(map(lost, leaves), start=jnp.float32(0)) / max(1, sum(x.size for x in leaves))
+    share = total([lost(x) for x in leaves]) / max(1, sum(x.size for x in leaves))
     return jnp.isfinite(share), share
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._total import total
+
 Tree = TypeVar("Tree")
 
 
@@ -82,8 +84,8 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     (False, True)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x) or isinstance(x, float | complex)]
-    flags = [jnp.all(jnp.isfinite(x)) for x in leaves]
-    return agreed(jnp.all(jnp.stack(flags)) if flags else jnp.array(True), axis_name)
+    wrong = [jnp.logical_not(jnp.isfinite(x)).astype(jnp.float32) for x in leaves]
+    return agreed(total(wrong) == 0, axis_name)
 
 
 def agreed(flag: jax.Array, axis_name: Any) -> jax.Array:

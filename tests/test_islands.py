@@ -245,6 +245,29 @@ def test_a_softmax_that_is_pinned_is_left_alone():
     assert count("held", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(X)) == 0
 
 
+def rounded_cotangents(fn, *args) -> list[str]:
+    """The dtypes that cotangents are rounded to and held in."""
+    found = (eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == "held")
+    return [str(eqn.params["dtype"]) for eqn in found if eqn.params["here"]]
+
+
+@pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint, lambda fn: jax.vmap(fn, (None, None, 0))])
+def test_a_bias_in_an_island_shares_the_cotangent_that_the_matmul_reads_if_that_is_differentiated(low, wrap):
+    def fn(w, bias, x):
+        return jnp.sum(jnp.square(x @ w + bias))
+
+    amp = wrap(jaxamp.amp(fn, compute_dtype=low))
+    loss = lambda *args: jnp.sum(amp(*args))
+    args, low = (PARAMS["up"], PARAMS["bias"], X[None]), jnp.dtype(low).name
+    assert rounded_cotangents(jax.grad(loss, 1), *args) == ["float32"]
+    assert rounded_cotangents(jax.grad(loss, (0, 1)), *args) == [low]
+    expected = jax.grad(fn, (0, 1))(*args)
+    for found, exact in zip(jax.grad(loss, (0, 1))(*args), expected, strict=True):
+        assert found.dtype == jnp.float32
+        assert np.linalg.norm(found - exact) < 1e-2 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_bias_in_an_island_keeps_the_range_of_float32(pinned):
     def fn(bias, x, scale):
