@@ -95,17 +95,6 @@ class _Env:
         return self._casts[atom, dtype]
 
 
-def _low_addend(env: _Env, eqn: Any, step: Step, atom: Any, low: np.dtype) -> Any:
-    """What is held low and is added to an operand, if anything is: on the way back to it the cotangent is rounded.
-
-    The operand's own way back may share the rounded one where nothing is pinned.
-    """
-    if eqn.primitive.name not in SUMS or isinstance(step.key, str | tuple):
-        return None
-    others = (v for v in eqn.invars if v is not atom and not isinstance(v, Literal))
-    return next((env.read(v) for v in others if env.dtype_of(v) == low), None)
-
-
 def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
     """The axis from which on an operand has the shape of the result, if it is repeated along all axes before."""
     first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
@@ -229,7 +218,10 @@ class Interpreter:
                 env.postpone(eqn)
                 continue
             with self._context(plan, i, outer):
-                outs = self._run(eqn, step, env, plan.touched and self._narrows)
+                spreads = plan.touched and self._narrows
+                outs = self._run(eqn, step, env, spreads)
+                if spreads and eqn.primitive.name in SUMS and step.how is not How.RULE:
+                    outs = self._held_sum(eqn, step, env, outs)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
                     env.write(var, cast(x, value.dtype), value)
 
@@ -291,16 +283,30 @@ class Interpreter:
             return env.read(atom, dtype)
         x, low = env.read(atom), self._planner.compute_dtype
         first = _first_kept_axis(x.shape, shape)
+        rounded = x.dtype == np.float32 and dtype == low
         table = first is not None and first < x.ndim - 1
-        wide = dtype != low and self._where is Where.IN_ISLAND
-        beside = _low_addend(env, eqn, step, atom, low) if wide else None
-        rounded = x.dtype == np.float32 and (dtype == low or beside is not None)
-        if x.dtype == dtype and not (table or rounded):
+        if x.dtype == dtype and not table:
             return x
         x = lax.broadcast_in_dim(x, shape, range(x.ndim))
-        if table or rounded:
-            x = held(x, low if rounded else x.dtype, ordered=first is not None, beside=beside)
+        if table or rounded and eqn.primitive.name not in SUMS:
+            x = held(x, low if rounded else x.dtype, ordered=first is not None)
         return cast(x, dtype)
+
+    def _held_sum(self, eqn: Any, step: Step, env: _Env, outs: Sequence[Any]) -> Sequence[Any]:
+        """The results of a sum. With something that is repeated, such as a bias, its cotangent goes two ways: it is
+        summed for that, and it is the cotangent of what runs low. Both read one array, rounded."""
+        low, shape = self._planner.compute_dtype, eqn.outvars[0].aval.shape
+        for atom, other, dtype in zip(eqn.invars, eqn.invars[::-1], step.reads, strict=True):
+            if isinstance(atom, Literal) or atom.aval.shape == shape or env.dtype_of(atom) != np.float32:
+                continue
+            ordered, beside = _first_kept_axis(atom.aval.shape, shape) is not None, None
+            if dtype != low:
+                pinned = isinstance(step.key, str | tuple) or self._where is not Where.IN_ISLAND
+                if pinned or isinstance(other, Literal) or env.dtype_of(other) != low:
+                    continue
+                beside = env.read(other)
+            return [held(out, low, ordered, beside) for out in outs]
+        return outs
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of `plan`, made once, with results in the dtypes of `outs`."""
