@@ -10,6 +10,7 @@ Peers come with `pip install -e '.[benchmarks]'`. Upstream jaxamp has our name, 
 Another folder is named with `--upstream PATH` or the environment variable `JAXAMP_UPSTREAM`.
 """
 
+import argparse
 import functools
 import importlib.util
 import os
@@ -236,6 +237,16 @@ SIDES = {
     "torch-compile": Side("torch.compile", None),
     "torch-compile-sdpa": Side("torch.compile, its attention", None),
 }
+
+
+def ask_for_upstream(asked: argparse.ArgumentParser) -> None:
+    """The option that says where upstream jaxamp is: `upstream_module` reads what it sets."""
+
+    class Found(argparse.Action):
+        def __call__(self, asked: Any, options: Any, path: Any, option: Any = None) -> None:
+            os.environ["JAXAMP_UPSTREAM"] = path
+
+    asked.add_argument("--upstream", action=Found, metavar="PATH", help="the folder that jaxamp 0.0.4 is installed in")
 
 
 def choose(asked: str) -> list[str]:

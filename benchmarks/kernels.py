@@ -19,7 +19,7 @@ import jax
 from ._contest import prepare
 from ._networks import SIZES
 from ._report import Column, number, parser, percent, progress, publish
-from ._sides import SIDES, Case, choose
+from ._sides import SIDES, Case, ask_for_upstream, choose
 from ._timing import Failure, Unavailable, attempt
 from .train_step import SMALL
 
@@ -99,6 +99,7 @@ def main() -> None:
     asked.add_argument("--network", choices=["vit", "gpt"], default="vit")
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
     asked.add_argument("--sides", type=choose, default="ours,ours-attention,mpx")
+    ask_for_upstream(asked)
     options = asked.parse_args()
     case = Case(options.network, SMALL if options.small else SIZES[options.network], options.layers == "scan")
     rows: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ import jax
 from ._contest import Compiled, compile_step
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, progress, publish, significant
-from ._sides import SIDES, Case, choose
+from ._sides import SIDES, Case, ask_for_upstream, choose
 from ._timing import Failure, Unavailable, attempt
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=16, classes=50)
@@ -141,11 +141,9 @@ def arguments() -> argparse.Namespace:
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
     asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; {','.join(USUAL)} unless given")
     asked.add_argument("--limit-gib", type=float)
-    asked.add_argument("--upstream", metavar="PATH", help="the folder that jaxamp 0.0.4 is installed in")
+    ask_for_upstream(asked)
     options = asked.parse_args()
     options.sides = options.sides or ",".join(USUAL[:2] if options.small else USUAL)
-    if options.upstream:
-        os.environ["JAXAMP_UPSTREAM"] = options.upstream
     return options
 
 

@@ -12,7 +12,6 @@ parameters on the same batch. A side whose loss, after the same number of steps,
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,9 @@ from . import _torch
 from ._contest import TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish, save, significant
-from ._sides import SIDES, Case, choose
+from ._sides import SIDES, Case, ask_for_upstream, choose
 
+STEPS = 6  # in a repeat, one after the other: starting the first one takes up to 16 ms, which the others hide
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
 SMALL_SIDES = "float32", "ours", "upstream", "hand-cudnn", "torch"
 CORE = "float32", "ours", "ours-attention", "mpx"
@@ -77,7 +77,7 @@ def torch_row(got: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments()
-    repeats, calls = (3, 1) if options.small else (options.repeats, 2)
+    repeats, calls = (3, 1) if options.small else (options.repeats, STEPS)
     networks = [options.network] if options.network else ["vit"] if options.small else ["vit", "gpt"]
     layers = [options.layers] if options.layers else ["unrolled"] if options.small else ["unrolled", "scan"]
     cases = [(network, how) for network in networks for how in layers]
@@ -105,12 +105,9 @@ def arguments() -> argparse.Namespace:
     asked.add_argument("--network", choices=["vit", "gpt"])
     asked.add_argument("--layers", choices=["unrolled", "scan"])
     asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; or all")
-    asked.add_argument("--repeats", type=int, default=10)
-    asked.add_argument("--upstream", metavar="PATH", help="the folder that jaxamp 0.0.4 is installed in")
-    options = asked.parse_args()
-    if options.upstream:
-        os.environ["JAXAMP_UPSTREAM"] = options.upstream
-    return options
+    asked.add_argument("--repeats", type=int, default=5)
+    ask_for_upstream(asked)
+    return asked.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if finite:
 next_state = state.adjust(finite)                   # a step given up lowers the scale once, not once per repeat
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._compat import as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
+from ._compat import EARLY_INLINE, as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
 from ._scale import largest_cotangent, unscaled
 from ._scaler import FLOAT32_MAX, DynamicScalerState
 from ._total import total
@@ -44,14 +45,18 @@ def _judged(grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     In one pass over them: the sum that counts what is lost is infinite if an entry is not finite.
     """
+    leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
+    share = _lost(leaves, scale) / max(1, sum(x.size for x in leaves))
+    return jnp.isfinite(share), share
 
+
+@functools.partial(jax.jit, inline=EARLY_INLINE)
+def _lost(leaves: list[Any], scale: jax.Array) -> jax.Array:
     def lost(x: Any) -> jax.Array:
         small = (jnp.abs(x.astype(wider(x.dtype, jnp.float32))) < _SMALLEST_NORMAL).astype(jnp.float32)
         return jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf)
 
-    leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    share = total([lost(x) for x in leaves]) / max(1, sum(x.size for x in leaves))
-    return jnp.isfinite(share), share
+    return total([lost(x) for x in leaves])
 
 
 def evaluated(

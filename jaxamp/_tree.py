@@ -4,6 +4,7 @@ The law: only floats are cast, only floats and complex numbers can be non-finite
 `None` and leaves that are no arrays are left alone. NumPy leaves are arrays like any other.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._compat import EARLY_INLINE
 from ._total import total
 
 Tree = TypeVar("Tree")
@@ -84,8 +86,12 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     (False, True)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x) or isinstance(x, float | complex)]
-    wrong = [jnp.logical_not(jnp.isfinite(x)).astype(jnp.float32) for x in leaves]
-    return agreed(total(wrong) == 0, axis_name)
+    return agreed(_are_finite(leaves), axis_name)
+
+
+@functools.partial(jax.jit, inline=EARLY_INLINE)
+def _are_finite(leaves: list[Any]) -> jax.Array:
+    return total([jnp.logical_not(jnp.isfinite(x)).astype(jnp.float32) for x in leaves]) == 0
 
 
 def agreed(flag: jax.Array, axis_name: Any) -> jax.Array:

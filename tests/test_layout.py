@@ -136,6 +136,21 @@ def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_read
     assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
 
 
+@pytest.mark.parametrize(
+    ("after", "readers"),
+    [
+        (lambda y, w: jnp.sum(jax.nn.relu(y) @ w), ["convert_element_type", "mixed_dot_general", "mixed_dot_general"]),
+        (lambda y, w: jnp.sum(y**2), ["convert_element_type", "reduce_sum"]),  # rounded, and back for both
+    ],
+)
+def test_a_bias_and_the_matmul_before_it_read_one_held_cotangent(after, readers):
+    """XLA would make what the matmul reads anew, for it alone: in a ViT, the concatenation of three cotangents."""
+    fn = lambda w, b, x: after(x @ w.T + b, w)
+    found = list(equations(jax.make_jaxpr(jax.grad(AMP(fn), (0, 1, 2)))(W, B, X)))
+    (held,) = [eqn for eqn in found if eqn.primitive.name == "held" and eqn.params["here"]]
+    assert sorted(eqn.primitive.name for eqn in found if held.outvars[0] in eqn.invars) == readers
+
+
 def test_a_bias_gradient_over_many_rows_is_not_lost():
     rows = 4099  # bfloat16 counts to 256
     fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w + b) @ w)

@@ -1,0 +1,70 @@
+"""The sum of many arrays' entries: the same number wherever it is made, and on one GPU in one reduction per shape."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxamp
+from jaxamp._total import total
+
+SHAPES = [(2, 3), (), (3,), (2, 3), (0, 4), (3,), (2, 3)]  # four shapes
+
+
+def arrays() -> list[jax.Array]:
+    return [jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape) + i for i, shape in enumerate(SHAPES)]
+
+
+def reductions(arrays: list[jax.Array], platform: str) -> int:
+    return jax.jit(total).trace(arrays).lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(")
+
+
+def expected(arrays) -> float:
+    return sum(float(np.sum(np.asarray(x, np.float64))) for x in arrays)
+
+
+@pytest.mark.parametrize("run", [lambda fn: fn, jax.jit, lambda fn: jax.jit(jax.checkpoint(fn))])
+def test_a_total_is_the_sum_of_all_entries(run):
+    assert float(run(total)(arrays())) == expected(arrays())
+    assert float(run(total)([])) == 0
+
+
+def test_under_vmap_arrays_are_mapped_along_axes_of_their_own():
+    a, b, c = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(3, 2, 2), jnp.ones(5)
+    found = jax.vmap(lambda a, b, c: total([a, b, c]), (0, 1, None))(a, b, c)
+    assert found.tolist() == [expected([a[i], b[:, i], c]) for i in range(2)]
+
+
+def test_on_one_gpu_there_is_a_reduction_per_shape_and_elsewhere_one_per_array():
+    entries = [x for x in arrays() if x.ndim]  # a scalar needs none
+    assert reductions(entries, "cuda") == 3
+    assert reductions(entries, "cpu") == 6
+
+
+def test_arrays_in_parts_on_several_devices_are_summed_one_by_one():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    rows, columns = (
+        jax.device_put(jnp.arange(16.0).reshape(4, 4), jax.NamedSharding(mesh, spec))
+        for spec in (jax.P("x"), jax.P(None, "x"))
+    )
+    assert reductions([rows, columns], "cuda") == 2
+    assert float(total([rows, columns])) == 240
+    collectives = jax.jit(total).lower([rows, columns]).compile().as_text()
+    assert not any(name in collectives for name in ("all-gather", "all-to-all", "collective-permute"))
+
+
+def test_finiteness_may_be_asked_for_in_what_is_differentiated():
+    def fn(x):
+        return jnp.where(jaxamp.all_finite({"x": x, "y": 1.0 / x}), jnp.sum(x**2), 0.0)
+
+    x = jnp.arange(1.0, 4.0)
+    assert jax.grad(fn)(x).tolist() == [2.0, 4.0, 6.0]
+    assert jax.jvp(fn, (x,), (x,))[1] == 28.0
+    assert jax.grad(fn)(x - 1).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_finiteness_is_one_total_of_all_leaves_and_no_function_of_its_own():
+    tree = {str(i): jnp.ones((4, i + 1)) for i in range(5)}
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(jaxamp.all_finite)(tree).eqns]
+    assert names.count("total") == 1
+    assert not {"jit", "pjit", "reduce_sum", "reduce_and"} & set(names)
