@@ -288,7 +288,7 @@ class Interpreter:
         if x.dtype == dtype and not table:
             return x
         x = lax.broadcast_in_dim(x, shape, range(x.ndim))
-        if table or rounded and eqn.primitive.name not in SUMS:
+        if table or (rounded and eqn.primitive.name not in SUMS):
             x = held(x, low if rounded else x.dtype, ordered=first is not None)
         return cast(x, dtype)
 

@@ -12,7 +12,9 @@ SHAPES = [(2, 3), (), (3,), (2, 3), (0, 4), (3,), (2, 3)]  # four shapes
 
 
 def arrays() -> list[jax.Array]:
-    return [jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape) + i for i, shape in enumerate(SHAPES)]
+    return [
+        i + jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape) for i, shape in enumerate(SHAPES)
+    ]
 
 
 def reductions(arrays: list[jax.Array], platform: str) -> int:
