@@ -296,16 +296,14 @@ class Interpreter:
         """The results of a sum. With something that is repeated, such as a bias, its cotangent goes two ways: it is
         summed for that, and it is the cotangent of what runs low. Both read one array, rounded."""
         low, shape = self._planner.compute_dtype, eqn.outvars[0].aval.shape
+        free = self._where is Where.IN_ISLAND and not isinstance(step.key, str | tuple)
         for atom, other, dtype in zip(eqn.invars, eqn.invars[::-1], step.reads, strict=True):
-            if isinstance(atom, Literal) or atom.aval.shape == shape or env.dtype_of(atom) != np.float32:
+            if any(isinstance(v, Literal) or env.dtype_of(v) is None for v in (atom, other)):
                 continue
-            ordered, beside = _first_kept_axis(atom.aval.shape, shape) is not None, None
-            if dtype != low:
-                pinned = isinstance(step.key, str | tuple) or self._where is not Where.IN_ISLAND
-                if pinned or isinstance(other, Literal) or env.dtype_of(other) != low:
-                    continue
-                beside = env.read(other)
-            return [held(out, low, ordered, beside) for out in outs]
+            repeated = env.dtype_of(atom) == np.float32 and atom.aval.shape != shape
+            if repeated and (dtype == low or (free and env.dtype_of(other) == low)):
+                ordered = _first_kept_axis(atom.aval.shape, shape) is not None
+                return [held(out, low, ordered, shared_by=(env.read(atom), env.read(other))) for out in outs]
         return outs
 
     def trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:

@@ -18,7 +18,7 @@ Constraints on layouts are the way out of the last two, where `takes_layouts` sa
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,12 @@ HELD = Primitive("held")
 ORDERED = Primitive("ordered")
 
 
-def held(x: Any, dtype: np.dtype, ordered: bool, beside: Any = None) -> Any:
+def held(x: Any, dtype: np.dtype, ordered: bool, shared_by: Sequence[Any] = ()) -> Any:
     """`x`, whose cotangent is rounded to `dtype` if it is not yet, and held so; `ordered`: in the order of its axes.
 
-    `beside`: what has the same cotangent, rounded. Where that is not differentiated too, the cotangent stays as it is.
+    `shared_by`: what the cotangent goes to. Where some of these is not differentiated, it is left as it is.
     """
-    others = () if beside is None else (beside,)
-    return bind_primitive(HELD, x, *others, here=False, dtype=dtype, ordered=ordered)
+    return bind_primitive(HELD, x, *shared_by, here=False, dtype=dtype, ordered=ordered)
 
 
 def round_and_hold(x: Any, dtype: np.dtype) -> Any:
@@ -52,7 +51,7 @@ def in_order(x: Any) -> Any:
     return bind_primitive(ORDERED, x)
 
 
-def _identity(x: Any, *beside: Any, **params: Any) -> Any:
+def _identity(x: Any, *shared_by: Any, **params: Any) -> Any:
     return x
 
 
@@ -60,11 +59,11 @@ def _laid_out(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _rounded(x: Any, *beside: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
+def _rounded(x: Any, *shared_by: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
     return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype) if here else x
 
 
-def _on_cuda(x: Any, *beside: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
+def _on_cuda(x: Any, *shared_by: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
     if not here:
         return x
     held = lax.convert_element_type(x, dtype)
@@ -85,17 +84,15 @@ def _lowering(fun: Callable[..., Any]) -> Callable[..., Any]:
     return mlir.lower_fun(fun, multiple_results=False)
 
 
-def _jvp(primals: Any, tangents: Any, *, dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
-    tangent, *beside = tangents
-    out = HELD.bind(*primals, dtype=dtype, **params) if params["here"] else primals[0]  # one value for JAX to keep
-    if type(tangent) is ad.Zero:
-        return out, tangent
-    alone = any(type(x) is ad.Zero for x in beside)
-    return out, HELD.bind(tangent, dtype=out.dtype if alone else dtype, **params)
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    out = HELD.bind(*primals, **params) if params["here"] else primals[0]  # one value for JAX to keep
+    moves = all(type(tangent) is not ad.Zero for tangent in tangents)
+    return out, HELD.bind(tangents[0], **params) if moves else tangents[0]
 
 
-def _transpose(ct: Any, x: Any, *, here: bool, **params: Any) -> list[Any]:
-    return [ct if type(ct) is ad.Zero else HELD.bind(ct, here=not here, **params)]
+def _transpose(ct: Any, x: Any, *shared_by: Any, here: bool, **params: Any) -> list[Any]:
+    moves = type(ct) is not ad.Zero and all(map(ad.is_undefined_primal, shared_by))
+    return [HELD.bind(ct, here=not here, **params) if moves else ct, *(None for _ in shared_by)]
 
 
 def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any, on_cuda: Any) -> None:

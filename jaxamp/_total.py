@@ -6,7 +6,6 @@ sums them. Devices that each hold parts of arrays sum their own: parts of two ar
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,15 +31,19 @@ def _each(*arrays: Any) -> Any:
 
 
 def _by_shape(*arrays: Any) -> Any:
-    alike = itertools.groupby(sorted(arrays, key=jnp.shape), jnp.shape)
-    return _each(*(functools.reduce(lax.add, some) for _, some in alike))
+    alike: dict[Any, list[Any]] = {}
+    for x in arrays:
+        alike.setdefault(x.shape, []).append(x)  # sizes that are symbols have no order
+    return _each(*(functools.reduce(lax.add, some) for some in alike.values()))
 
 
 def _on_cuda(ctx: Any, *operands: Any) -> Any:
     return mlir.lower_fun(_by_shape if is_for_one_device(ctx) else _each, multiple_results=False)(ctx, *operands)
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, int]:
+def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, int | None]:
+    if all(dim is None for dim in dims):
+        return TOTAL.bind(*operands), None
     return jax.vmap(_each, dims)(*operands), 0
 
 

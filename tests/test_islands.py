@@ -260,7 +260,8 @@ def test_a_bias_in_an_island_shares_the_cotangent_that_the_matmul_reads_if_that_
     amp = wrap(jaxamp.amp(fn, compute_dtype=low))
     loss = lambda *args: jnp.sum(amp(*args))
     args, low = (PARAMS["up"], PARAMS["bias"], X[None]), jnp.dtype(low).name
-    assert rounded_cotangents(jax.grad(loss, 1), *args) == ["float32"]
+    assert rounded_cotangents(jax.grad(loss, 0), *args) == []
+    assert rounded_cotangents(jax.grad(loss, 1), *args) == []
     assert rounded_cotangents(jax.grad(loss, (0, 1)), *args) == [low]
     expected = jax.grad(fn, (0, 1))(*args)
     for found, exact in zip(jax.grad(loss, (0, 1))(*args), expected, strict=True):

@@ -130,7 +130,7 @@ def test_weight_gradients_under_amp_come_straight_out_of_the_matmul(wrap):
 
 def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_reads():
     fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
-    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), 1))(W, B, X)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, B, X)
     (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "held" and eqn.params["here"]]
     assert held.params["dtype"] == jnp.bfloat16
     assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
@@ -174,7 +174,7 @@ def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
 
 def lowered(x, platform: str) -> str:
     """The gradient of a bias after a matmul: the result of that and the cotangent of the bias have layouts."""
-    fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), 1))
+    fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), (0, 1)))
     return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -222,8 +222,8 @@ def test_order_passes_through_transforms():
 
 def test_a_bias_of_channels_first_has_no_say_in_the_layout():
     fn = lambda w, b, x: jnp.sum(jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None]) ** 2)
-    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), 1))(normal(6, 4, 3, 3, 3), normal(7, 4), normal(8, 2, 3, 6, 6))
-    assert not any(eqn.params["ordered"] for eqn in equations(jaxpr) if eqn.primitive.name == "held")
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(normal(6, 4, 3, 3, 3), normal(7, 4), normal(8, 2, 3, 6, 6))
+    assert [eqn.params["ordered"] for eqn in equations(jaxpr) if eqn.primitive.name == "held"] == [False]
 
 
 def test_held_passes_through_transforms():
@@ -235,6 +235,16 @@ def test_held_passes_through_transforms():
     tangent = jax.jvp(lambda t: AMP(each)(t, W, X), (table,), (table,))[1]
     assert near(tangent, float64(lambda t, w, x: jax.jvp(lambda t: each(t, w, x), (t,), (t,))[1], table, W, X))
     assert near(jax.hessian(amp)(table, W, X), float64(jax.hessian(fn), table, W, X), 5e-2)
+
+
+@pytest.mark.parametrize("after", [lambda y, x: y, lambda y, x: y * jnp.exp(x[..., :1])])  # low, and an island
+def test_a_sum_with_a_bias_is_transposed_as_the_linear_function_it_is(after):
+    fn = lambda w, b, x: jnp.sum(after(x @ w.T + b, x), (0, 1))
+    transposed = lambda fn: lambda w, b, x: jax.linear_transpose(lambda w, b: fn(w, b, x), w, b)(b)
+    for found, expected in zip(transposed(AMP(fn))(W, B, X), float64(transposed(fn), W, B, X), strict=True):
+        assert near(found, expected)
+    alone = lambda fn: lambda w, b, x: jax.linear_transpose(lambda b: fn(0 * w, b, x), b)(b)[0]
+    assert near(alone(AMP(fn))(W, B, X), float64(alone(fn), W, B, X))
 
 
 def test_without_low_operations_nothing_is_held():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jaxamp
 from jaxamp._total import total
@@ -35,6 +36,24 @@ def test_under_vmap_arrays_are_mapped_along_axes_of_their_own():
     a, b, c = jnp.arange(6.0).reshape(2, 3), jnp.arange(12.0).reshape(3, 2, 2), jnp.ones(5)
     found = jax.vmap(lambda a, b, c: total([a, b, c]), (0, 1, None))(a, b, c)
     assert found.tolist() == [expected([a[i], b[:, i], c]) for i in range(2)]
+
+
+def test_under_vmap_arrays_may_all_be_the_same_for_each():
+    w, x = jnp.ones(3), jnp.arange(4.0)
+    assert jax.vmap(lambda a: jnp.where(jaxamp.all_finite(w), a, 0.0))(x).tolist() == x.tolist()
+    loss = lambda a: jnp.where(jaxamp.all_finite([a, w]), jnp.sum(a**3), 0.0)
+    assert jax.hessian(loss)(x).tolist() == jnp.diag(6 * x).tolist()
+    state = jaxamp.DynamicScalerState()
+    step = lambda w: jaxamp.dynamic_scale_grad(lambda w: jnp.sum(w**3))(w, dynamic_scaler_state=state)[1]
+    assert jax.jacfwd(step)(x).tolist() == jnp.diag(6 * x).tolist()
+
+
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+def test_sizes_that_are_not_known_yet_are_no_obstacle(platforms):
+    (rows,) = export.symbolic_shape("rows")
+    shapes = [jax.ShapeDtypeStruct((size, 3), jnp.float32) for size in (rows, 4, rows)]
+    exported = export.export(jax.jit(jaxamp.all_finite), platforms=platforms)(shapes)
+    assert "stablehlo.reduce" in exported.mlir_module()
 
 
 def test_on_one_gpu_there_is_a_reduction_per_shape_and_elsewhere_one_per_array():
