@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ._contest import conclude, contest
+from ._contest import STEPS, conclude, contest
 from ._networks import Sizes
 from ._pictures import save_growth
 from ._report import Column, number, parser, percent, publish, save, significant
@@ -47,14 +47,14 @@ def points(small: bool) -> Iterator[tuple[str, Sizes]]:
 def main() -> None:
     options = arguments()
     names = choose(options.sides or ",".join(USUAL[:2] if options.small else USUAL))
-    repeats = 3 if options.small else 8
+    repeats, calls = (3, 1) if options.small else (5, STEPS)
     notes = [
-        f"Layers: {options.layers}. {repeats} repeats of 2 steps. Ratio: how many times as fast as float32.",
+        f"Layers: {options.layers}. {repeats} repeats of {calls} steps. Ratio: how many times as fast as float32.",
         "Temporary GiB: what XLA allocates beside arguments and results.",
     ]
     table: list[dict[str, Any]] = []
     for growing, sizes in points(options.small):
-        rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls=2)
+        rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls)
         conclude(rows)
         about = {"growing": growing, "depth": sizes.layers, "tokens": sizes.tokens, "batch": sizes.batch}
         table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _torch
-from ._contest import TOLERANCE, conclude, contest
+from ._contest import STEPS, TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
 from ._report import Column, number, parser, percent, publish, save, significant
 from ._sides import SIDES, Case, ask_for_upstream, choose
 
-STEPS = 6  # in a repeat, one after the other: starting the first one takes up to 16 ms, which the others hide
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
 SMALL_SIDES = "float32", "ours", "upstream", "hand-cudnn", "torch"
 CORE = "float32", "ours", "ours-attention", "mpx"

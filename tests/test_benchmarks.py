@@ -11,7 +11,7 @@ import pytest
 from benchmarks import _torch, _trees, kernels, memory, optimizer, results, train_step
 from benchmarks._contest import conclude
 from benchmarks._report import Column, markdown, number, text
-from benchmarks._sides import SIDES, choose
+from benchmarks._sides import SIDES, choose, upstream_module
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
 
 # -- the largest batch
@@ -149,6 +149,18 @@ def test_the_usual_sides_are_known():
     assert {name for names in train_step.USUAL.values() for name in names} <= set(SIDES)
     assert {*train_step.SMALL_SIDES, *memory.USUAL} <= set(SIDES)
     assert [name for name, side in SIDES.items() if side.make is None] == list(_torch.SIDES)
+
+
+def test_upstream_is_run_from_the_folder_that_is_named(monkeypatch, tmp_path):
+    (tmp_path / "jaxamp").mkdir()
+    (tmp_path / "jaxamp" / "_amp.py").write_text("here = True\n")
+    monkeypatch.setenv("JAXAMP_UPSTREAM", "nowhere")
+    monkeypatch.setattr(sys, "argv", ["train_step", "--upstream", str(tmp_path)])
+    load = upstream_module.__wrapped__  # it remembers what it has loaded
+    with pytest.raises(Unavailable, match="not installed"):
+        load(mend=False)
+    train_step.arguments()
+    assert load(mend=False).here
 
 
 def test_a_misspelt_side_is_named():
