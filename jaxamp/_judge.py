@@ -171,15 +171,16 @@ class Judge:
             return self._decide_cast(eqn, ins[0])
         if name in POSITIONS:
             return How.ORIGINAL, "made from positions", POSITION
+        reads_floats = any(map(self.may_lower, eqn.invars))
         if found.rule is use_original_precision:
-            unknown = found.key is None and name not in FIXED and any(map(self.may_lower, eqn.invars))
+            unknown = found.key is None and name not in FIXED and reads_floats
             return How.ORIGINAL, f"not entered: {name}" if unknown else _source(found), kept
         if eqn.primitive in ATTENTION:
             return self._decide_attention(eqn, ins, found)
         if name in FIXED and not _rounds_nothing(eqn):
             return How.ORIGINAL, f"{name} has a fixed dtype", kept
         if not _is_by_primitive(found) and eqn.primitive not in load_policy("default"):
-            return How.ORIGINAL, f"not entered: {name}", kept
+            return How.ORIGINAL, f"not entered: {name}" if reads_floats else _source(found), kept
         if name in MOVES and together is FREE and all(isinstance(v, Literal) for v in eqn.invars):
             return How.CONSTANT, "a constant", FREE
         mine = [self.may_lower(v) for v in eqn.invars if float_dtype(v.aval) is not None]
