@@ -15,7 +15,7 @@ FIXED = frozenset(
     tridiagonal_solve triangular_solve symmetric_product fft complex
     scatter-add scatter-sub scatter-mul scatter-min scatter-max reduce reduce_window select_and_scatter
     select_and_scatter_add select_and_gather_add
-    scaled_dot scaled_matmul scaled_matmul_wrapper
+    scaled_dot scaled_matmul scaled_matmul_wrapper total
     """.split()
 )
 

@@ -259,7 +259,7 @@ class Interpreter:
             operands = [jnp.asarray(v.val) if isinstance(v, Literal) else env.read(v) for v in eqn.invars]
             return apply_rule(step.rule, self._planner.compute_dtype, eqn, operands)
         operands = [
-            self._operand(env, eqn, step, v, dtype) if spreads else env.read(v, dtype)
+            self._operand(env, eqn, v, dtype) if spreads else env.read(v, dtype)
             for v, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
         if not step.touched:
@@ -275,7 +275,7 @@ class Interpreter:
             return [in_order(out) if step.ordered else out]
         return bind(eqn, operands, **(step.params or {}))
 
-    def _operand(self, env: _Env, eqn: Any, step: Step, atom: Any, dtype: np.dtype | None) -> Any:
+    def _operand(self, env: _Env, eqn: Any, atom: Any, dtype: np.dtype | None) -> Any:
         """An operand in `dtype`. One that the operation repeats along an axis, such as a bias, is repeated before it is
         rounded: its gradient is a sum along that axis, which then is a sum of float32."""
         shape = eqn.outvars[0].aval.shape if eqn.primitive.name in SPREADS else None

@@ -13,6 +13,7 @@ from jaxamp._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIO
 from jaxamp._masks import MASK
 from jaxamp._policy import Lookup
 from jaxamp._rules import ByTarget
+from jaxamp._total import TOTAL
 
 BF16 = np.dtype(jnp.bfloat16)
 LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")
@@ -60,7 +61,7 @@ def test_default_policy_is_a_mapping_that_can_be_extended_but_not_changed():
 
 
 def test_facts_and_tables_name_primitives_that_exist():
-    known = set(primitives()) | NOT_EVERYWHERE | {MASK.name}
+    known = set(primitives()) | NOT_EVERYWHERE | {MASK.name, TOTAL.name}
     for fact in (FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS):
         assert fact <= known
 

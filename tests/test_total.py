@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from program import dtypes_of
 
 import jaxamp
 from jaxamp._total import total
@@ -82,6 +83,25 @@ def test_finiteness_may_be_asked_for_in_what_is_differentiated():
     assert jax.grad(fn)(x).tolist() == [2.0, 4.0, 6.0]
     assert jax.jvp(fn, (x,), (x,))[1] == 28.0
     assert jax.grad(fn)(x - 1).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "policy", ["default", "fast", jaxamp.default_amp_policy | {"low": jaxamp.use_compute_precision}]
+)
+def test_inside_of_amp_a_total_stays_in_float32_and_is_known(policy):
+    def fn(w, x):
+        with jax.named_scope("low"):
+            y = x @ w
+            finite = jaxamp.all_finite([y, w])
+        return jnp.where(finite, jnp.sum(y), 0.0)
+
+    w, x = jnp.ones((8, 8)), jnp.ones((300, 8))
+    report = jaxamp.amp_report(fn, compute_dtype=jnp.bfloat16, amp_policy=policy)(w, x)
+    assert report.not_entered == {}
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy)
+    assert dtypes_of("total", jax.make_jaxpr(amp)(w, x)) == ["float32"]
+    assert float(amp(w, x)) > 0
+    assert float(amp(w.at[0, 0].set(jnp.inf), x)) == 0
 
 
 def test_finiteness_is_one_total_of_all_leaves_and_no_function_of_its_own():
