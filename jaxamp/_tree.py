@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ._compat import EARLY_INLINE
-from ._total import total
+from ._primitives.fused_sum import total
 
 Tree = TypeVar("Tree")
 

@@ -41,9 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._periodic import as_scalar, as_state, counter_of
-from ._scale import scaled, unscaled
-from ._scaler import FLOAT32_MAX
+from ._scaling.cotangent import scaled, unscaled
+from ._scaling.periods import as_scalar, as_state, counter_of
+from ._scaling.state import FLOAT32_MAX
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, tree_where
 

@@ -49,15 +49,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._amp import amp, amp_stop
-from ._periodic import as_scalar, as_state, counter_of
-from ._scale import scaled as _scaled
-from ._scale import unscaled
-from ._scaled_grad import dynamic_scale_value_and_grad
-from ._scaler import DynamicScalerState
+from ._scaling.cotangent import scaled as _scaled
+from ._scaling.cotangent import unscaled
+from ._scaling.grad import dynamic_scale_value_and_grad
+from ._scaling.periods import as_scalar, as_state, counter_of
+from ._scaling.state import DynamicScalerState
+from ._scaling.update import update_if_finite
+from ._transform.amp import amp, amp_stop
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, is_inexact, tree_where
-from ._update import update_if_finite
 
 if TYPE_CHECKING:
     HALF_PRECISION_DATATYPE: Any

@@ -1,8 +1,8 @@
 """Reports made by hand, of any size."""
 
 from jaxamp import AmpReport, BytesKept
-from jaxamp._cost import Dims
-from jaxamp._rows import Dtypes, Row, Source
+from jaxamp._inspect.cost import Dims
+from jaxamp._inspect.rows import Dtypes, Row, Source
 
 F32, BF16 = "float32", "bfloat16"
 

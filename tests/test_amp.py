@@ -19,10 +19,10 @@ from jax.interpreters import mlir
 from program import dtypes_of, equations, matmul_dtypes
 
 import jaxamp
-from jaxamp._amp import check_options
-from jaxamp._judge import Judge
-from jaxamp._plan import Planner
-from jaxamp._standing import FREE, Value
+from jaxamp._plan.classify import Judge
+from jaxamp._plan.plan import Planner
+from jaxamp._plan.sensitivity import FREE, Value
+from jaxamp._transform.amp import check_options
 
 BF16 = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
 LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from program import equations, matmul_dtypes
 
 import jaxamp
-from jaxamp import _attention as module
+from jaxamp._primitives import attention as module
 
 attend = jaxamp.dot_product_attention
 BATCH, TOKENS, KEYS, HEADS, WIDTH = 2, 6, 10, 4, 8

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from program import equations
 
 import jaxamp
-from jaxamp import _bind
-from jaxamp._facts import PLAIN
+from jaxamp import _jaxpr
+from jaxamp._traits.table import PLAIN
 
 BF16 = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
 W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
@@ -51,7 +51,7 @@ def by_itself(monkeypatch):
 
     def run(fn, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(_bind, "PLAIN", frozenset())
+            patch.setattr(_jaxpr, "PLAIN", frozenset())
             return fn(*args)
 
     return run
@@ -82,7 +82,7 @@ def test_rules_are_applied_once_to_equal_equations(monkeypatch):
 
 
 def test_a_jaxpr_that_is_traced_is_bound_as_it_was(monkeypatch):
-    monkeypatch.setattr(_bind, "_jitted", None)  # not asked for
+    monkeypatch.setattr(_jaxpr, "_jitted", None)  # not asked for
     jax.make_jaxpr(BF16(mlp))(W, W)
     BF16(mlp)(W, W)
 
@@ -196,8 +196,8 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
             return all(map(plain, value))
         return not callable(value) and not hasattr(value, "eqns")
 
-    _bind._jitted.cache_clear()
-    seen, kept = [], _bind._jitted
+    _jaxpr._jitted.cache_clear()
+    seen, kept = [], _jaxpr._jitted
 
     def spy(primitive, params):
         seen.append((primitive, params))
@@ -208,7 +208,7 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
         return lax.scan(lambda c, _: (jax.nn.gelu(c @ w), None), x, length=2)[0].sum() + lax.reduce_max(x, (0, 1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_bind, "_jitted", spy)
+        patch.setattr(_jaxpr, "_jitted", spy)
         jax.make_jaxpr(jax.grad(BF16(fn)))(W, W)
     assert seen
     assert all(primitive.name in PLAIN and all(plain(v) for _, v in params) for primitive, params in seen)

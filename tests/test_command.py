@@ -15,10 +15,10 @@ from backend import starts_no_backend
 from jax import lax
 
 import jaxamp
-from jaxamp import _command
-from jaxamp._command import main
+from jaxamp._cli import main as _command
+from jaxamp._cli.main import main
+from jaxamp._cli.policies import differences
 from jaxamp._compat import primitives
-from jaxamp._policy_text import differences
 
 MODULE = """
 import equinox as eqx

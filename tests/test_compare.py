@@ -12,8 +12,8 @@ from jax import lax
 
 import jaxamp
 from jaxamp import assert_amp_close, compare
-from jaxamp._compare import GRADIENTS, error_of
-from jaxamp._ranges import range_of
+from jaxamp._inspect.compare import GRADIENTS, error_of
+from jaxamp._inspect.ranges import range_of
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((4, 8)), jnp.float32)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxamp
-from jaxamp import _attention, _doctor
-from jaxamp._command import main
-from jaxamp._doctor import Device, Diagnosis, FastPath, diagnose, render_diagnosis
+from jaxamp._cli import doctor as _doctor
+from jaxamp._cli.doctor import Device, Diagnosis, FastPath, diagnose, render_diagnosis
+from jaxamp._cli.main import main
+from jaxamp._primitives import attention as _attention
 
 NAMES = [
     "bfloat16 matrix units",
@@ -93,7 +94,7 @@ def test_the_command(capsys):
 
 
 def test_memory_of_a_gpu_is_left_to_others(capsys, monkeypatch):
-    monkeypatch.setattr("jaxamp._command.diagnose", lambda: Diagnosis({"jax": "0"}, "", {}, (), (), ()))
+    monkeypatch.setattr("jaxamp._cli.main.diagnose", lambda: Diagnosis({"jax": "0"}, "", {}, (), (), ()))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # what the user says stays
     main(["doctor"])
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"

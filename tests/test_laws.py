@@ -16,8 +16,8 @@ from programs_core import PROGRAMS as CORE
 from programs_libraries import PROGRAMS as LIBRARIES
 
 import jaxamp
-from jaxamp._higher_order import describe
-from jaxamp._pullback import pullback_of
+from jaxamp._inspect.pullback import pullback_of
+from jaxamp._plan.higher_order import describe
 
 TABLE = {program.name: program for program in (*CORE, *LIBRARIES)}
 LAWS = ("types", "empty_policy", "matmuls", "values", "jit", "vmap", "twice", "second_call")

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from program import equations
 
 import jaxamp
-from jaxamp._masks import MASK, spread_masks
+from jaxamp._passes.masks import MASK, spread_masks
 
 AMP = jaxamp.amp(compute_dtype=jnp.bfloat16)
 HEADS, TOKENS, WIDTH = 3, 6, 4
@@ -185,7 +185,7 @@ def test_nothing_more_is_kept_for_the_backward_pass(monkeypatch, around, keep):
     q = normal(2, TOKENS, HEADS, WIDTH)
     loss = lambda q: jnp.sum(around(jax.vmap(attention))(q, q, q) ** 2)
     spread = jaxamp.bytes_kept(loss, compute_dtype=jnp.bfloat16, keep=keep)(q)
-    monkeypatch.setattr("jaxamp._amp.spread_masks", lambda jaxpr: jaxpr)
+    monkeypatch.setattr("jaxamp._transform.amp.spread_masks", lambda jaxpr: jaxpr)
     assert spread.after <= jaxamp.bytes_kept(loss, compute_dtype=jnp.bfloat16, keep=keep)(q).after
 
 

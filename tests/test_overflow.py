@@ -356,10 +356,10 @@ def test_results_are_those_of_amp():
         c, ys = lax.scan(body, x, None, length=3)
         return jnp.sum(c) + jnp.sum(ys)
 
-    from jaxamp._amp import check_options
-    from jaxamp._place import Place
-    from jaxamp._program import program_of
-    from jaxamp._walk import Walker
+    from jaxamp._inspect.location import Place
+    from jaxamp._inspect.program import program_of
+    from jaxamp._inspect.walk import Walker
+    from jaxamp._transform.amp import check_options
 
     program = program_of(check_options(jnp.bfloat16, "default"), loss, (W, X), {})
     seen = []

@@ -41,7 +41,7 @@ def test_a_wheel_made_from_the_sdist_has_the_policies(dists, tmp_path):
         names = set(archive.namelist())
         archive.extractall(tmp_path)
     assert {"jaxamp/policies/default.toml", "jaxamp/py.typed"} <= names
-    assert {f"jaxamp/page/page.{kind}" for kind in ("html", "css", "js")} <= names
+    assert {f"jaxamp/_inspect/page/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert not [name for name in names if name.startswith("tests")]
     where, presets = ask(tmp_path)
     assert where.is_relative_to(tmp_path)

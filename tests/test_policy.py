@@ -9,11 +9,11 @@ from program import dtypes_of, matmul_dtypes
 
 import jaxamp
 from jaxamp._compat import NOT_EVERYWHERE, primitives
-from jaxamp._facts import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS
-from jaxamp._masks import MASK
-from jaxamp._policy import Lookup
-from jaxamp._rules import ByTarget
-from jaxamp._total import TOTAL
+from jaxamp._passes.masks import MASK
+from jaxamp._policy.rules import ByTarget
+from jaxamp._policy.toml import Lookup
+from jaxamp._primitives.fused_sum import TOTAL
+from jaxamp._traits.table import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS
 
 BF16 = np.dtype(jnp.bfloat16)
 LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")

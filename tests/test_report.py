@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxamp
 from jaxamp import amp_report, assert_mixed, compiled_matmuls
-from jaxamp._cost import dims_of, flops_of
+from jaxamp._inspect.cost import dims_of, flops_of
 
 F32 = jnp.float32
 X, W = jnp.ones((16, 8)), jnp.ones((8, 8))
@@ -315,7 +315,7 @@ def test_matmuls_that_waste_tensor_cores():
 
 
 def test_a_file_beside_the_package_is_the_users():
-    from jaxamp import _place
+    from jaxamp._inspect import location as _place
 
     assert _place._is_the_users(str(_place.Path(_place.__file__).parent) + "_train.py")
     assert not _place._is_the_users(_place.__file__)

@@ -10,7 +10,7 @@ import pytest
 from reports import F32, large_report, matmul, mixed_report, report_of
 
 from jaxamp import amp_report
-from jaxamp._report_text import si
+from jaxamp._inspect.text import si
 
 HOSTILE = "</script><b>&\"'<!--\u2028"
 

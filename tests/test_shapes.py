@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxamp._shapes import _NAMES, format_argument, parse_argument, parse_dtype
+from jaxamp._cli.arguments import _NAMES, format_argument, parse_argument, parse_dtype
 
 
 def array(dtype, *shape):

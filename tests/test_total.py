@@ -8,7 +8,7 @@ from jax import export
 from program import dtypes_of
 
 import jaxamp
-from jaxamp._total import total
+from jaxamp._primitives.fused_sum import total
 
 SHAPES = [(2, 3), (), (3,), (2, 3), (0, 4), (3,), (2, 3)]  # four shapes
 

@@ -1,0 +1,50 @@
+"""Checks of a report for a user's own tests: `AmpReport.check` and `assert_mixed`."""
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .compiled import CompiledMatmul, compiled_matmuls
+
+
+def problems_of(
+    report: Any,
+    low: str | Iterable[str],
+    max_casts: int | None,
+    max_cast_bytes: int | None,
+    allow_unmatched: bool,
+    compiled: Any,
+) -> Iterator[str]:
+    """What is wrong with a report, each in one line. See `AmpReport.check`."""
+    globs = [low] if isinstance(low, str) else list(low)
+    for glob in globs:
+        if glob != "*" and not any(matches(row.scope, glob) for row in report.matmuls):
+            yield f"no matmul is in a scope that matches {glob!r}"
+    for row in report.matmuls:
+        asked = any(matches(row.scope, glob) for glob in globs)
+        if asked and row.multiplied != report.compute_dtype and "float" in row.multiplied:  # integers are left alone
+            what = f"{row.phase} {row.primitive} in {row.multiplied}, not in {report.compute_dtype}"
+            yield f"{what}: {row.reason} (scope {row.scope or 'none'}, {row.source or 'source unknown'})"
+    if compiled is not None:
+        yield from _problems_of_compiled(compiled_matmuls(compiled), globs, report.compute_dtype)
+    if max_casts is not None and report.cast_count > max_casts:
+        yield f"{report.cast_count} casts; at most {max_casts} are allowed"
+    if max_cast_bytes is not None and report.cast_bytes > max_cast_bytes:
+        yield f"casts move {report.cast_bytes} bytes; at most {max_cast_bytes} are allowed"
+    if not allow_unmatched:
+        yield from (f"the policy's key {key!r} matched nothing" for key in report.unmatched)
+
+
+def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
+    for glob in globs:
+        if not any(matches(row.scope, glob) for row in found):
+            yield f"the compiled program has no matmul in a scope that matches {glob!r}"
+    for row in found:
+        asked = any(matches(row.scope, glob) for glob in globs)
+        if asked and any(operand != dtype for operand in row.operands):
+            yield f"compiled {row.op} multiplies {' by '.join(row.operands)}, not {dtype} (scope {row.scope or 'none'})"
+
+
+def matches(scope: str, glob: str) -> bool:
+    """Whether a path of scopes is matched by a glob, or has a scope on it that is."""
+    return fnmatch.fnmatchcase(scope, glob) or any(fnmatch.fnmatchcase(part, glob) for part in scope.split("/"))

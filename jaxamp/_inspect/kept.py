@@ -1,0 +1,54 @@
+"""How many bytes a function keeps for its backward pass, before and after `amp`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._plan.residuals import Keep
+from .._transform.amp import PolicyLike, check_function, check_options
+from .program import program_of
+from .pullback import pullback_of
+
+
+class BytesKept(NamedTuple):
+    """Bytes that are made in the forward pass and read in the backward pass; arguments are not among them."""
+
+    before: int
+    after: int
+
+
+def bytes_kept(
+    fn: Callable[..., Any],
+    *,
+    compute_dtype: Any = jnp.float16,
+    amp_policy: PolicyLike = "default",
+    keep: Keep = "auto",
+) -> Callable[..., BytesKept]:
+    """The bytes that `fn` keeps for the backward pass and those that `amp(fn)` keeps, as a function of its arguments.
+
+    The first result that is a float is differentiated, by the floating-point arrays of the first argument. The figure
+    is JAX's: XLA computes some of what is kept outside of loops again, and holds other things besides. Nothing is
+    computed; `jax.ShapeDtypeStruct`s do for arrays.
+
+    >>> import jax, jax.numpy as jnp, jaxamp
+    >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
+    >>> kept = bytes_kept(loss, compute_dtype=jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((64, 8)))
+    >>> kept.after  # the input, two results of matmuls and a weight, in bfloat16
+    3200
+    >>> kept.before > 3 * kept.after
+    True
+    """
+    check_function("bytes_kept", fn)
+    options = check_options(compute_dtype, amp_policy, keep)
+
+    def kept(*args: Any, **kwargs: Any) -> BytesKept:
+        if not args:
+            raise TypeError(
+                "bytes_kept(fn) was called without an argument; expected those of fn, the parameters first. Write "
+                "jaxamp.bytes_kept(loss_fn)(params, batch)."
+            )
+        program = program_of(options, fn, args, kwargs)
+        return BytesKept(*(pullback_of(jaxpr, program.moving).kept for jaxpr in (program.written, program.mixed)))
+
+    return kept

@@ -1,0 +1,88 @@
+"""Where in the user's program an equation is: named scopes, source line, the step of the plan, the round of a loop."""
+
+import functools
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from .._compat import first_frame, marks_of, scopes, up_to_mark
+from .._plan.plan import Step
+from .._transform.interpreter import Ledger
+
+
+class Source(NamedTuple):
+    """A line of the user's."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+class Place(NamedTuple):
+    """Where a jaxpr, or one equation of it, is run."""
+
+    phase: str  # forward, backward
+    scopes: tuple[str, ...] = ()
+    times: int = 1  # of a scan's body, its length
+    rounds: tuple[int, ...] = ()  # while it runs: of each loop around it, the number of the round
+    turns: tuple[tuple[int, int], ...] = ()  # the same with branches, each with the number of its loop or cond
+    mark: int | None = None  # the number of the step that runs it
+    source: Source | None = None
+
+    @property
+    def scope(self) -> str:
+        return "/".join(self.scopes)
+
+    def of(self, eqn: Any, ledger: Ledger) -> "Place":
+        """The place of an equation of the jaxpr that is here."""
+        stack = eqn.source_info.name_stack
+        marks = marks_of(stack)
+        stack = up_to_mark(stack, marks[0]) if marks else stack
+        lines = [_source(e.source_info.traceback) for e in (*(ledger.equation(mark) for mark in marks), eqn)]
+        lines = [line for line in lines if line is not None]
+        users = [line for line in (*lines, self.source) if line is not None and _is_the_users(line.file)]
+        return self._replace(
+            scopes=self.scopes + scopes(stack),
+            mark=marks[0] if marks else self.mark,
+            source=next(iter((*users, *lines)), self.source),
+        )
+
+    def step(self, ledger: Ledger) -> tuple[Any, Step]:
+        """The user's equation behind what is here, and what was planned for it."""
+        assert self.mark is not None
+        plan, i = ledger.steps[self.mark]
+        return ledger.equation(self.mark), plan.steps[i]
+
+
+# -- source lines
+
+
+@functools.cache
+def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Where JAX and we are; and where other libraries are."""
+    ours = Path(__file__).parent.parent, Path(jax.__file__).parent
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return tuple(f"{folder}{os.sep}" for folder in ours), tuple(f"{folder}{os.sep}" for folder in libraries)
+
+
+@functools.cache
+def _is_not_ours(file: str) -> bool:
+    return not file.startswith((*_folders()[0], "<frozen"))
+
+
+@functools.cache
+def _is_the_users(file: str) -> bool:
+    return _is_not_ours(file) and not file.startswith(_folders()[1])
+
+
+@functools.lru_cache(2**14)
+def _source(traceback: Any) -> Source | None:
+    """The line of the user's that is in a traceback: the innermost that is in no library, if there is one."""
+    found = first_frame(traceback, _is_the_users) or first_frame(traceback, _is_not_ours)
+    return None if found is None else Source(*found)

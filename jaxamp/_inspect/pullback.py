@@ -1,0 +1,66 @@
+"""The way back of a traced function: its jaxpr, and what is kept for it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import tree_util as jtu
+
+from .._compat import Jaxpr, Literal, open_jaxpr
+from .._plan.higher_order import along, evaluate
+from .._plan.sensitivity import float_dtype
+from .._scaling.cotangent import as_cotangent
+
+
+class Pullback(NamedTuple):
+    """A function cut in two for reverse mode.
+
+    `forward` gives the results, and what is kept; `jaxpr` goes from what is kept, and the cotangent of the first result
+    that is a float, to the cotangents of operands. Other results are aux, as in `jax.grad(..., has_aux=True)`.
+    """
+
+    forward: Jaxpr
+    jaxpr: Jaxpr
+    kept: int  # bytes that are made in the forward pass and read in the backward pass
+    results: int  # how many come before what is kept
+
+    def seeds(self, outs: Sequence[Any], scale: float) -> list[Any]:
+        """The cotangent that a backward pass starts with, in a list."""
+        floats = [x for x in outs if float_dtype(jax.typeof(x)) is not None]
+        return [jnp.full_like(x, as_cotangent(jnp.float32(scale), x.dtype)) for x in floats[:1]]
+
+
+def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
+    """Differentiate a closed jaxpr by some of its operands. Nothing is computed."""
+    avals = [v.aval for v in open_jaxpr(jaxpr).invars]
+    results = [i for i, v in enumerate(open_jaxpr(jaxpr).outvars) if float_dtype(v.aval) is not None][:1]
+    trees: list[Any] = []
+
+    def function(*operands: Any) -> tuple[list[Any], list[Any]]:
+        outs = evaluate(jaxpr, operands)
+        return [outs[i] for i in results], outs
+
+    def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
+        some = [operands[i] for i in moving]
+        _, pull, outs = jax.vjp(along(function, operands, moving), *some, has_aux=True)
+        leaves, tree = jtu.tree_flatten(pull)
+        trees.append(tree)
+        return outs, leaves
+
+    def backward(leaves: list[Any], cotangents: list[Any]) -> Any:
+        return jtu.tree_unflatten(trees[-1], leaves)(cotangents)
+
+    closed = jax.make_jaxpr(forward)(*avals)
+    outs = open_jaxpr(jaxpr).outvars
+    kept = closed.out_avals[len(outs) :]
+    back = jax.make_jaxpr(backward)(kept, [outs[i].aval.to_tangent_aval() for i in results])
+    return Pullback(closed, back, _bytes_made(closed, len(outs)), len(outs))
+
+
+def _bytes_made(closed: Jaxpr, first: int) -> int:
+    """The bytes of all results but the first ones that are made here: arguments and constants are there anyway."""
+    jaxpr = open_jaxpr(closed)
+    given = {*jaxpr.invars, *jaxpr.constvars}
+    made = {v for v in jaxpr.outvars[first:] if not isinstance(v, Literal) and v not in given}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in made)

@@ -1,0 +1,300 @@
+"""Policies: which rule each operation runs under.
+
+A policy is a mapping. A key is a primitive, the name of a `jax.named_scope` (or a glob over the scope path), or a pair
+`(scope, primitive)`; a value is a rule. The outermost active scope that has a key wins, at one scope the pair before
+the name before the glob; else the primitive; else `"amp_default"`.
+
+Presets are TOML tables in `policies/`; a user's table has the same form:
+
+    extends = "default"              # optional: start from a preset
+
+    [rules]                          # word = primitives
+    float32 = ["tanh", "logistic"]
+
+    [rules.float16]                  # only where the compute dtype is float16
+    float32 = ["mul"]
+
+    [scopes]
+    head = "float32"                 # scope = word
+    "*/attention/*" = "infer"
+    "eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
+"""
+
+import difflib
+import fnmatch
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from .._compat import NOT_EVERYWHERE, Primitive, primitives
+from .._primitives.attention import ATTENTION, FORWARD
+from .rules import WORDS, ByTarget, Rule, use_original_precision
+
+Key = Any  # Primitive | str | tuple[str, Primitive]
+Policy = Mapping[Key, Rule]
+
+# Scopes that pin full precision by default; the last is also the key of every operation that has no other.
+_PINS: Policy = dict.fromkeys(("amp_stop", "amp_step", "amp_default"), use_original_precision)
+_TARGETS = ("float16", "bfloat16")
+
+
+def _folder() -> Path:
+    package = Path(__file__).parent.parent
+    inside = package / "policies"  # a wheel
+    return inside if inside.is_dir() else package.parent / "policies"  # a checkout, an editable install
+
+
+def presets() -> tuple[str, ...]:
+    """The names of the policies that come with jaxamp."""
+    return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A question after the word that was meant, to end an error with; nothing if none is near."""
+    close = difflib.get_close_matches(word, list(words), 1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class Header(NamedTuple):
+    """What a table says of itself."""
+
+    description: str
+    extends: str | None
+
+
+def header(policy: str) -> Header:
+    """The header of a preset's table, or of the table at a path."""
+    path = _folder() / f"{policy}.toml" if policy in presets() else Path(policy)
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Header(str(data.get("description", "")), data.get("extends"))
+
+
+class _Table(NamedTuple):
+    """The text of a table, to tell the reader of an error where to look."""
+
+    name: str
+    text: str
+    chain: tuple[Path, ...]  # the tables that extend one another, this one last
+
+    @property
+    def folder(self) -> Path:
+        """Where a relative `extends` starts."""
+        return self.chain[-1].parent
+
+    def fail(self, word: str, expected: str, instead: str) -> NoReturn:
+        whole = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
+        lines = enumerate(self.text.splitlines(), 1)
+        line = next((f", line {number}" for number, text in lines if whole.search(text.split("#")[0])), "")
+        raise ValueError(f"{self.name}{line}: got {word!r}; expected {expected}.{instead}")
+
+
+def _section(table: _Table, data: Mapping[str, Any], name: str, form: str) -> dict[str, Any]:
+    section = data.get(name, {})
+    if not isinstance(section, dict):
+        table.fail(name, "a section", f" Write [{form}] on a line of its own, and the entries below it.")
+    return section
+
+
+def _primitive(table: _Table, name: Any) -> Primitive | None:
+    if not isinstance(name, str):
+        table.fail(str(name), "the name of a JAX primitive", " Write for example 'dot_general'.")
+    if name in primitives():
+        return primitives()[name]
+    if name == FORWARD.name:
+        return FORWARD
+    if name in NOT_EVERYWHERE:
+        return None
+    table.fail(
+        str(name),
+        "the name of a JAX primitive, as a jaxpr prints it",
+        nearest(str(name), primitives()) or " Write for example 'dot_general'.",
+    )
+
+
+def _rule(table: _Table, word: Any) -> Rule:
+    if not isinstance(word, str) or word not in WORDS:
+        table.fail(str(word), "a rule's name: " + ", ".join(sorted(WORDS)), nearest(str(word), WORDS))
+    return WORDS[word]
+
+
+def _assignments(table: _Table, section: Mapping[str, Any]) -> dict[Primitive, Rule]:
+    rules: dict[Primitive, Rule] = {}
+    words: dict[Primitive, str] = {}
+    for word, names in section.items():
+        rule = _rule(table, word)
+        if not isinstance(names, list):
+            table.fail(word, "a list of primitives after it", f" Write {word} = [{names!r}].")
+        for name in names:
+            primitive = _primitive(table, name)
+            if primitive is None:
+                continue
+            if primitive in rules:
+                table.fail(
+                    name,
+                    "each primitive under one rule",
+                    f" It is under {words[primitive]!r} and under {word!r}: remove one.",
+                )
+            rules[primitive], words[primitive] = rule, word
+    return rules
+
+
+def _base(table: _Table, extends: Any) -> Policy:
+    if not isinstance(extends, str):
+        table.fail("extends", "a preset's name or the path of a table after it", ' Write extends = "default".')
+    if extends in presets():
+        return _preset(extends)
+    if (table.folder / extends).resolve() in table.chain:
+        table.fail(extends, "a table that doesn't extend itself", ' Write extends = "default".')
+    return _load_table(table.folder / extends, table.chain)
+
+
+def _parse(table: _Table) -> dict[Key, Rule]:
+    try:
+        data = tomllib.loads(table.text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(
+            f"{table.name}: not a TOML table: {error}. Expected sections [rules] and [scopes]; "
+            "`python -m pydoc jaxamp._policy` shows the form."
+        ) from None
+    for section in data:
+        if section not in ("extends", "description", "rules", "scopes"):
+            table.fail(
+                section, "extends, description, [rules] or [scopes]", nearest(section, ("rules", "scopes", "extends"))
+            )
+    policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(_PINS)
+    rules = dict(_section(table, data, "rules", "rules"))
+    by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
+    rules = {word: names for word, names in rules.items() if word not in _TARGETS}
+    policy |= _assignments(table, rules)
+    for target, entries in by_target.items():
+        for primitive, rule in _assignments(table, entries).items():
+            old = policy.get(primitive, use_original_precision)
+            default, special = old if isinstance(old, ByTarget) else (old, {})
+            policy[primitive] = ByTarget(default, {**special, target: rule})  # type: ignore[assignment]
+    for scope, entry in _section(table, data, "scopes", "scopes").items():
+        if not isinstance(entry, dict):
+            policy[scope] = _rule(table, entry)
+            continue
+        for name, word in entry.items():
+            scoped, rule = _primitive(table, name), _rule(table, word)
+            if scoped is not None:
+                policy[scope, scoped] = rule
+    return policy
+
+
+@functools.cache
+def _preset(name: str) -> Policy:
+    path = _folder() / f"{name}.toml"
+    return MappingProxyType(_parse(_Table(f"policies/{name}.toml", path.read_text(encoding="utf-8"), (path,))))
+
+
+def _load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
+    if path.suffix != ".toml" or not path.is_file():
+        raise FileNotFoundError(
+            f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
+            "Write its path, or a preset's name: " + ", ".join(presets()) + "."
+        )
+    return MappingProxyType(_parse(_Table(str(path), path.read_text(encoding="utf-8"), (*chain, path.resolve()))))
+
+
+def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
+    """The mapping that `amp_policy=` stands for: a mapping itself, a preset's name, or the path of a TOML table.
+
+    >>> from jax import lax
+    >>> load_policy("default")[lax.exp_p].__name__
+    'use_original_precision'
+    """
+    if isinstance(policy, Mapping):
+        _check_mapping(policy)
+        return policy
+    if isinstance(policy, str) and policy in presets():
+        return _preset(policy)
+    if not isinstance(policy, str | os.PathLike):
+        raise TypeError(
+            f"amp_policy is {policy!r}, of type {type(policy).__name__}; expected a mapping, a preset's name or a "
+            "path. Write for example amp_policy='default'."
+        )
+    if Path(policy).suffix == ".toml":
+        return _load_table(Path(policy))
+    raise ValueError(
+        f"amp_policy is {str(policy)!r}; expected a preset or the path of a .toml file. "
+        f"The presets are {', '.join(presets())}.{nearest(str(policy), presets())}"
+    )
+
+
+def _check_mapping(policy: Policy) -> None:
+    for key, rule in policy.items():
+        pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], Primitive)
+        if not (isinstance(key, str | Primitive) or pair):
+            raise TypeError(
+                f"amp_policy has the key {key!r}, of type {type(key).__name__}; expected a primitive, a scope's name "
+                "or a pair of both. Write for example jax.lax.add_p, 'attention' or ('attention', jax.lax.add_p)."
+            )
+        if not callable(rule):
+            raise TypeError(
+                f"amp_policy[{key!r}] is {rule!r}; expected a rule, a function of (compute_dtype, original_dtypes, "
+                "*invars, **bind_params). Write for example jaxamp.use_original_precision."
+            )
+
+
+def _is_glob(scope: str) -> bool:
+    return any(c in scope for c in "*?[/")
+
+
+def _glob_matches(glob: str, path: tuple[str, ...]) -> bool:
+    if "/" not in glob:
+        return fnmatch.fnmatchcase(path[-1], glob)
+    text = "/" + "/".join(path)
+    return any(fnmatch.fnmatchcase(t, g) for t in (text, text + "/") for g in (glob, "*/" + glob))
+
+
+class Found(NamedTuple):
+    """The rule of an operation and the key that it was found under (None: no key, the default)."""
+
+    rule: Rule
+    key: Key
+
+
+class Lookup:
+    """A policy for one compute dtype, ready to be asked."""
+
+    def __init__(self, policy: Policy, compute_dtype: np.dtype):
+        def resolved(rule: Rule) -> Rule:
+            return rule.resolve(compute_dtype) if isinstance(rule, ByTarget) else rule
+
+        self._rules: dict[Key, Rule] = {k: resolved(r) for k, r in {**_PINS, **policy}.items()}
+        scoped = [key for key in self._rules if not isinstance(key, Primitive)]
+        self._globs = [key for key in scoped if _is_glob(key if isinstance(key, str) else key[0])]
+        self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
+        self.inert = all(rule is use_original_precision for rule in self._rules.values())
+
+    def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:
+        """The rule for `primitive` inside the named scopes `path`, outermost first."""
+        found = self._found.get((path, primitive))
+        if found is None:
+            found = self._found[path, primitive] = self._find(path, primitive)
+        return found
+
+    def _find(self, path: tuple[str, ...], primitive: Primitive) -> Found:
+        primitive = FORWARD if primitive in ATTENTION else primitive  # its derivatives follow it
+        for depth in range(1, len(path) + 1):
+            for key in self._keys_at(path[:depth], primitive):
+                return Found(self._rules[key], key)
+        if primitive in self._rules:
+            return Found(self._rules[primitive], primitive)
+        return Found(self._rules["amp_default"], None)
+
+    def _keys_at(self, path: tuple[str, ...], primitive: Primitive) -> Iterable[Key]:
+        scope = path[-1]
+        yield from (key for key in ((scope, primitive), scope) if key in self._rules)
+        globs = [key for key in self._globs if isinstance(key, str) or key[1] is primitive]
+        for key in sorted(globs, key=lambda key: isinstance(key, str)):
+            if _glob_matches(key if isinstance(key, str) else key[0], path):
+                yield key

@@ -1,0 +1,448 @@
+"""Attention that becomes XLA's cuDNN kernel where it runs low on a GPU that has one, and is the plain one elsewhere.
+
+A float32 program can't ask for the kernel, which takes 16-bit operands alone; `amp` decides on dtypes after the program
+was traced. So attention is a primitive. The platform that it is lowered for says what it is made of:
+
+    forward (q, k, v, *rest)                              -> out, lse
+    tangent (q, k, v, *rest, out, lse, q', k', v'[, b'])  -> out'              linear in the last three or four
+    backward(q, k, v, *rest, out, lse, ct)                -> q', k', v'[, b']  the transpose of `tangent`
+
+`rest` are those of `OPTIONAL` that were given, `lse` is the logarithm of the softmax's sum. Forward mode and second
+order are the plain attention's. No score is kept for the backward pass on any platform: the plain attention computes
+them again, as the kernel does.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax import tree_util as jtu
+from jax.interpreters import ad, mlir
+
+from .._compat import Primitive, apply_primitive, batching_rules, has_devices, open_jaxpr, wants_devices
+from .._plan.higher_order import along
+from .._policy.rules import saturate
+
+OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
+_SPREADS = ("bias", "mask")  # of size one along axes that they are repeated along
+
+FORWARD, TANGENT, BACKWARD = ATTENTION = tuple(
+    Primitive(f"dot_product_attention{suffix}") for suffix in ("", "_tangent", "_backward")
+)
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Scaled dot product attention, with the arguments and results of `jax.nn.dot_product_attention`.
+
+    Under `amp` it runs low. On an NVIDIA GPU it then is cuDNN's fused attention, if that takes these shapes; elsewhere,
+    and in float32, it is the plain one with its softmax in float32. The scores are never kept for the backward pass.
+
+    Args:
+        query: Queries, of shape (batch, tokens, heads, width) or (tokens, heads, width).
+        key: Keys, of shape (batch, tokens, heads, width); of fewer heads in grouped attention.
+        value: Values, of the shape of `key`.
+        bias: Is added to the scores; of a shape that can be repeated to (batch, heads, tokens, tokens).
+        mask: Booleans of such a shape: which scores take part.
+        scale: What scores are multiplied by; `width ** -0.5` if None.
+        is_causal: Whether a token sees only itself and what came before.
+        query_seq_lengths: How many tokens each example has, as int32 of shape (batch,).
+        key_value_seq_lengths: The same, of keys and values.
+        local_window_size: How far a token sees to the left and to the right.
+        implementation: `"xla"` for the plain attention always; `"cudnn"` to get an error where a GPU runs it low and
+            cuDNN can't; None for the faster of the two.
+        return_residual: Whether to return the logarithm of the softmax's sum as well.
+
+    >>> import jax, jax.numpy as jnp, jaxamp
+    >>> q = k = v = jnp.ones((2, 8, 4, 16))
+    >>> attend = jaxamp.amp(jaxamp.dot_product_attention, compute_dtype=jnp.bfloat16)
+    >>> "dot_product_attention" in str(jax.make_jaxpr(attend)(q, k, v)), attend(q, k, v).shape
+    (True, (2, 8, 4, 16))
+    """
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(f"implementation is {implementation!r}; expected None, 'xla' or 'cudnn'. Leave it out.")
+    options: dict[str, Any] = dict(zip(OPTIONAL, (bias, mask, query_seq_lengths, key_value_seq_lengths), strict=True))
+    given = {name: jnp.asarray(x) for name, x in options.items() if x is not None}
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    if isinstance(scale, jax.Array):
+        query, scale = query * scale.astype(query.dtype), 1.0
+    static = {
+        "scale": None if scale is None else float(scale),
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+    }
+    # What is wrong with the arguments is said by the function that they are written for.
+    checked = _promoting(functools.partial(jax.nn.dot_product_attention, **static))
+    jax.eval_shape(checked, query, key, value, **given)
+    shape, operands = query.shape, [_with_batch(x, name) for name, x in zip("qkv", (query, key, value), strict=True)]
+    out, lse = FORWARD.bind(
+        *operands,
+        *(_with_batch(x, name) for name, x in given.items()),
+        given=tuple(given),
+        implementation=implementation,
+        precision=_precision(),
+        **static,
+    )
+    out = out.reshape(shape)
+    return (out, lax.stop_gradient(lse.astype(key.dtype).reshape(shape[:-1]))) if return_residual else out
+
+
+def _with_batch(x: Any, name: str) -> Any:
+    missing = 0 if name.endswith("lengths") else 4 - x.ndim
+    return lax.expand_dims(x, range(missing)) if missing else x
+
+
+def _precision() -> lax.Precision | None:
+    """What `jax.default_matmul_precision` asks matmuls for here; named algorithms count as the highest."""
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if asked in (None, "default", "fastest", "bfloat16"):
+        return None
+    return lax.Precision.HIGH if asked in ("high", "tensorfloat32", "bfloat16_3x") else lax.Precision.HIGHEST
+
+
+def takes_part(primitive: Primitive, params: dict[str, Any]) -> tuple[list[bool], list[bool]]:
+    """Which operands and which results are those of matmuls. A bias, lengths and sums are not, and are not rounded."""
+    qkv, rest = [True] * 3, [False] * len(params["given"])
+    bias = [False] * params.get("bias_moves", False)
+    if primitive is FORWARD:
+        return [*qkv, *rest], [True, False]
+    if primitive is TANGENT:
+        return [*qkv, *rest, True, False, *qkv, *bias], [True]
+    return [*qkv, *rest, True, False, True], [*qkv, *bias]
+
+
+# -- what they compute: the plain attention
+
+
+def _moving(given: Sequence[str], bias_moves: bool) -> list[int]:
+    """The places of the operands that derivatives are taken by."""
+    return [0, 1, 2, *([3 + given.index("bias")] if bias_moves else [])]
+
+
+def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -> Callable[..., Any]:
+    precision, asked = static["precision"], {k: v for k, v in static.items() if k != "precision"}
+
+    def attend(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
+        options = dict(zip(given, rest, strict=True))
+        if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
+            whole = {name: options[name] for name in _SPREADS if name in options}
+            options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
+            # a row of -1e9 alone is no row of nothing
+            options |= {"bias": saturate(options["bias"], q.dtype)} if "bias" in options else {}
+        with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
+            return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
+
+    return attend
+
+
+def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's attention of low operands promotes dtypes: no matter for a user who is strict about their own."""
+
+    @functools.wraps(fun)
+    def promoting(*operands: Any, **params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return fun(*operands, **params)
+
+    return promoting
+
+
+@_promoting
+def _plain_forward(*operands: Any, given: Sequence[str], implementation: Any, **static: Any) -> tuple[Any, Any]:
+    out, lse = _attend("xla", given, static)(*operands, return_residual=True)
+    return out, lse.astype(np.promote_types(lse.dtype, np.float32))
+
+
+@_promoting
+def _plain_tangent(
+    *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
+) -> tuple[Any, ...]:
+    moving, count = _moving(given, bias_moves), 3 + len(given)
+    primals, tangents = operands[:count], operands[count + 2 :]
+    moved = along(_attend("xla", given, static), primals, moving)
+    return jax.jvp(moved, [primals[i] for i in moving], list(tangents))[1:]
+
+
+@_promoting
+def _plain_backward(
+    *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
+) -> tuple[Any, ...]:
+    moving, count = _moving(given, bias_moves), 3 + len(given)
+    moved = along(_attend("xla", given, static), operands[:count], moving)
+    return jax.vjp(moved, *(operands[i] for i in moving))[1](operands[-1])
+
+
+# -- on a GPU: cuDNN's
+
+
+class _CannotFuse(Exception):
+    """cuDNN's attention does not take this call."""
+
+
+def _split(given: Sequence[str], static: dict[str, Any], bias_moves: bool, primals: Sequence[Any]) -> Any:
+    """The vjp of JAX's fused attention, cut in two: (forward, backward).
+
+    JAX has no name for the two halves. What the pullback holds besides operands is the result and the softmax's sums:
+    the forward half returns these, the backward half puts them in their places.
+    """
+    moving = _moving(given, bias_moves)
+    attend = _attend("cudnn", given, static)
+
+    def whole(*operands: Any) -> Any:
+        return jax.vjp(along(attend, operands, moving), *(operands[i] for i in moving))
+
+    closed, (_, pullback) = jax.make_jaxpr(whole, return_shape=True)(*primals)
+    result, *held = open_jaxpr(closed).outvars
+    batch, tokens, heads, _ = primals[0].shape
+    results = [i for i, var in enumerate(held) if var is result]
+    sums = [i for i, var in enumerate(held) if (var.aval.shape, var.aval.dtype) == ((batch, heads, tokens), np.float32)]
+    if len(results) != 1 or len(sums) != 1:
+        raise _CannotFuse("this JAX keeps something else of it for the backward pass")
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        out, pullback = whole(*operands)
+        return out, lax.transpose(jtu.tree_leaves(pullback)[sums[0]], (0, 2, 1))
+
+    def backward(*operands: Any) -> Any:
+        *primals, out, lse, ct = operands
+        leaves = jtu.tree_leaves(whole(*primals)[1])  # what is replaced of it is dead code
+        leaves[results[0]], leaves[sums[0]] = out, lax.transpose(lse, (0, 2, 1))
+        return jtu.tree_unflatten(jtu.tree_structure(pullback), leaves)(ct)
+
+    return forward, backward
+
+
+def _halves(
+    primals: Sequence[Any],
+    *,
+    given: Sequence[str],
+    implementation: str | None,
+    bias_moves: bool = False,
+    **static: Any,
+) -> Any:
+    """`_split` if the fused attention is wanted and takes these operands, else None."""
+    low = all(x.dtype in (jnp.float16, jnp.bfloat16) for x in primals[:3])
+    if not low or implementation == "xla":
+        return None
+    try:
+        return _fuse(primals, given, static, bias_moves)
+    except _REFUSALS as error:
+        if implementation == "cudnn":
+            raise NotImplementedError(
+                f"implementation='cudnn' of jaxamp.dot_product_attention: {error}. Expected operands that cuDNN's "
+                "fused attention takes; leave `implementation` out to get the plain one where it doesn't."
+            ) from error
+        return None
+
+
+_REFUSALS = (_CannotFuse, NotImplementedError, RuntimeError, ValueError)
+
+
+def _fuse(primals: Sequence[Any], given: Sequence[str], static: dict[str, Any], bias_moves: bool) -> Any:
+    """`_split`, or one of `_REFUSALS`."""
+    if static["local_window_size"] is not None and not static["is_causal"]:
+        raise _CannotFuse("it has no window without a causal mask")
+    if not _has_tensor_cores():
+        raise _CannotFuse("it needs a GPU of compute capability 8.0")
+    return _split(given, static, bias_moves, primals)
+
+
+def fused_here() -> tuple[bool, str]:
+    """Whether an ordinary call of `dot_product_attention` that runs low is the fused one here, and why."""
+    if not _gpus():
+        return False, "there is no NVIDIA GPU: attention is the plain one"
+    operand = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    static = {"scale": None, "is_causal": True, "local_window_size": None, "precision": None}
+    try:
+        _promoting(_fuse)([operand] * 3, (), static, bias_moves=False)
+    except _REFUSALS as error:
+        return False, str(error)
+    return True, "attention is cuDNN's where it runs low"
+
+
+def _gpus() -> list[Any]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
+def _has_tensor_cores() -> bool:
+    """Whether the GPUs here have what the kernel needs; without one the program is for another machine."""
+    return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in _gpus())
+
+
+@_promoting
+def _fused_forward(*operands: Any, **params: Any) -> Any:
+    padded, params_of_padded = _padded_to_even(operands, params)
+    halves = _halves(padded, **params_of_padded)
+    if halves is None:
+        return _plain_forward(*operands, **params)
+    out, lse = halves[0](*padded)
+    return _cut(out, operands[0].shape), _cut(lse, operands[0].shape[:3])
+
+
+@_promoting
+def _fused_backward(*operands: Any, **params: Any) -> Any:
+    *primals, out, lse, ct = operands
+    padded, params_of_padded = _padded_to_even(primals, params)
+    halves = _halves(padded, **params_of_padded)
+    if halves is None:
+        return _plain_backward(*operands, **params)
+    found = halves[1](*padded, *(_pad(x, {1}) for x in (out, lse, ct)))
+    moving = _moving(params["given"], params["bias_moves"])
+    return [_cut(x, primals[i].shape) for x, i in zip(found, moving, strict=True)]
+
+
+def _padded_to_even(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """cuDNN takes no odd number of tokens: one more, and lengths that leave it out."""
+    q, k, v, *rest = primals
+    batch, tokens, keys = q.shape[0], q.shape[1], k.shape[1]
+    if tokens % 2 == keys % 2 == 0:
+        return list(primals), params
+    options = dict(zip(params["given"], rest, strict=True))
+    for name in _SPREADS:
+        if name in options:
+            options[name] = _pad(options[name], {axis for axis in (2, 3) if options[name].shape[axis] > 1})
+    for name, count in (("query_seq_lengths", tokens), ("key_value_seq_lengths", keys)):
+        options.setdefault(name, jnp.full(batch, count, np.int32))
+    return [_pad(q, {1}), _pad(k, {1}), _pad(v, {1}), *options.values()], {**params, "given": tuple(options)}
+
+
+def _pad(x: Any, axes: set[int]) -> Any:
+    """`x` with zeros behind, such that it has an even number of entries along some axes."""
+    return jnp.pad(x, [(0, x.shape[axis] % 2 if axis in axes else 0) for axis in range(x.ndim)])
+
+
+def _cut(x: Any, shape: Sequence[int]) -> Any:
+    """`x` without what padding has added."""
+    return x if x.shape == tuple(shape) else lax.slice(x, [0] * x.ndim, shape)
+
+
+# -- the rules of the three primitives
+
+
+@functools.lru_cache(256)
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(_PLAIN[primitive], **params))
+
+
+def _abstract_eval(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
+    return jax.make_jaxpr(_jitted(primitive, **params))(*avals).out_avals
+
+
+def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
+    """Low operands, multiplied in float32: XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12)."""
+    low = operands[0].dtype
+    if low not in (jnp.float16, jnp.bfloat16):
+        return _PLAIN[primitive](*operands, **params)
+    part, results = takes_part(primitive, params)
+    wide = [x.astype(np.float32) if own else x for x, own in zip(operands, part, strict=True)]
+    outs = _PLAIN[primitive](*wide, **params)
+    return [x.astype(low) if own else x for x, own in zip(outs, results, strict=True)]
+
+
+@_promoting
+def _lower_on_cuda(primitive: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """JAX can't lower its fused attention for devices that are not known, nor may `jax.export` hold it."""
+    rules = _FUSED if has_devices(ctx) else _PLAIN
+    return mlir.lower_fun(rules[primitive], multiple_results=True)(ctx, *operands, **params)
+
+
+def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    given = params["given"]
+    out, lse = FORWARD.bind(*primals, **params)
+    bias_moves = "bias" in given and type(tangents[3 + given.index("bias")]) is not ad.Zero
+    moved = [ad.instantiate_zeros(tangents[i]) for i in _moving(given, bias_moves)]
+    (tangent,) = TANGENT.bind(*primals, out, lse, *moved, bias_moves=bias_moves, **params)
+    return (out, lse), (tangent, ad.Zero(jax.typeof(lse).to_tangent_aval()))
+
+
+def _plain_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    plain = along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
+    outs = primitive.bind(*primals, **params)
+    return outs, list(jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
+
+
+def _tangent_transpose(cts: Any, *operands: Any, **params: Any) -> list[Any]:
+    count = 3 + len(params["given"]) + 2
+    if type(cts[0]) is ad.Zero:
+        return [None] * len(operands)
+    found = BACKWARD.bind(*operands[:count], cts[0], **params)
+    return [None] * count + [
+        x if ad.is_undefined_primal(operand) else None for x, operand in zip(found, operands[count:], strict=True)
+    ]
+
+
+def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    """The mapped axis joins the batch."""
+    if all(dim is None for dim in dims):
+        outs = primitive.bind(*operands, **params)
+        return outs, [None] * len(outs)
+    given = params["given"]
+    names = ["q", "k", "v", *given, *["like q"] * (len(operands) - 3 - len(given))]
+    moves = params.get("bias_moves", False)  # then it has a derivative for each place on the mapped axis
+    if primitive is TANGENT and moves:
+        names[-1] = "bias"
+    size = axis_data.size
+
+    def batch_of(i: int) -> int:
+        return operands[i].shape[1 if dims[i] == 0 else 0]
+
+    batch = batch_of(0)
+
+    def joined(x: Any, dim: Any, name: str) -> Any:
+        spread = name in _SPREADS and not (name == "bias" and moves)
+        if dim is None and spread and x.shape[0] == 1:
+            return x
+        x = lax.broadcast(x, (size,)) if dim is None else jnp.moveaxis(x, dim, 0)
+        if x.shape[1] != batch:
+            x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        return _merge(x)
+
+    outs = primitive.bind(*map(joined, operands, dims, names), **params)
+    outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
+    if primitive is BACKWARD and moves and batch_of(3 + given.index("bias")) != batch:
+        outs[-1] = outs[-1].sum(1, keepdims=True)
+    return outs, [0] * len(outs)
+
+
+def _merge(x: Any) -> Any:
+    """Two leading axes in one; a second one of size one is dropped, which no sharding minds."""
+    return lax.squeeze(x, [1]) if x.shape[1] == 1 else x.reshape(-1, *x.shape[2:])
+
+
+_Table = dict[Primitive, Callable[..., Any]]
+_PLAIN: _Table = {FORWARD: _plain_forward, TANGENT: _plain_tangent, BACKWARD: _plain_backward}
+_FUSED: _Table = {FORWARD: _fused_forward, BACKWARD: _fused_backward}
+
+for _p in ATTENTION:
+    _p.multiple_results = True
+    _p.def_impl(functools.partial(apply_primitive, _p))
+    _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
+    mlir.register_lowering(_p, _promoting(mlir.lower_fun(_PLAIN[_p], multiple_results=True)))
+    mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
+    ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
+    batching_rules()[_p] = functools.partial(_batch, _p)
+for _p in _FUSED:
+    mlir.register_lowering(_p, functools.partial(_lower_on_cuda, _p), platform="cuda")
+    wants_devices(_p)
+ad.primitive_jvps[FORWARD] = _forward_jvp
+ad.primitive_transposes[TANGENT] = _tangent_transpose

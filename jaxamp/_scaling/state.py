@@ -1,0 +1,295 @@
+"""The state of a dynamic loss scaler, and the rule by which it moves.
+
+The law: the scale is never infinite, zero or NaN, and it only moves by the rule below. Gradients are divided by the
+scale that they were made with, never by the next one (`_redo.py`).
+
+    on a finite step:
+        skipped = 0
+        micro += 1
+        if micro == accumulate:                       # all micro-batches of an optimizer step are in
+            micro = 0
+            if count >= patience:
+                scaler = min(scaler * adjust_factor, max_scaler)
+                count = overflows = 0
+            else:
+                count += 1
+    on a step with an infinite or NaN gradient:
+        skipped += 1, total_resets += 1, count = 0
+        overflows = min(overflows + 1, hysteresis)
+        if overflows == hysteresis:
+            scaler = max(scaler * backoff_factor, min_scaler)
+"""
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._tree import check_bool
+
+Scalar = Any  # an array without dimensions, or a Python number
+_TINY, FLOAT32_MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+
+class DynamicScalerState(NamedTuple):
+    """A dynamic loss scaler: a pytree of scalars, to be carried from step to step and saved in checkpoints.
+
+    Arrays, NumPy scalars and Python numbers are accepted for each field. The first five are those of jaxamp 0.0.4.
+    `state.as_arrays()` makes arrays of all: Orbax restores into nothing else, `scan` and `cond` want the dtypes that a
+    step returns, Equinox takes Python numbers for static, and a step is traced anew once they have become arrays.
+
+    Attributes:
+        patience: How many finite steps to wait before the one that raises the scale.
+        adjust_factor: The scale is raised by this factor.
+        scaler: The loss scale: that of the next step's gradients.
+        count: Finite steps since the scale last changed.
+        total_resets: How often gradients were infinite or NaN, recomputed ones included.
+        min_scaler: The scale is not lowered below this. May be less than 1. The default is float16's smallest normal
+            number: the gradient of the loss itself would be lost below it.
+        max_scaler: The scale is not raised above this. One that begins beyond a bound is not moved by it.
+        backoff_factor: The scale is lowered by this factor; `None` is `1 / adjust_factor`.
+        hysteresis: How many overflows it takes to lower the scale; refilled when the scale is raised.
+        overflows: Overflows counted against `hysteresis` so far.
+        accumulate: Micro-batches per optimizer step, as for `optax.MultiSteps`. `count` and `patience` are in optimizer
+            steps, and the scale is raised only between two of them.
+        micro: Finite micro-batches of the present optimizer step.
+        skipped: Steps skipped in a row: zero if the last gradients were finite.
+        total_redos: How often gradients were recomputed at a smaller scale (`redo_on_nan`).
+        underflow: The share of the last finite gradients' entries that were zero, or subnormal in float16, at the scale
+            they were made with. Entries that are zero at any scale are in it.
+
+    >>> state = DynamicScalerState(patience=1, scaler=8.0)
+    >>> [float((state := state.adjust(finite)).scaler) for finite in (True, True, False)]
+    [8.0, 16.0, 8.0]
+    """
+
+    # NumPy's scalars have a dtype of their own, as the arrays of later steps do, and start no backend.
+    patience: Scalar = np.int32(2000)
+    adjust_factor: Scalar = np.float32(2.0)
+    scaler: Scalar = np.float32(2**15)
+    count: Scalar = np.int32(0)
+    total_resets: Scalar = np.int32(0)
+    min_scaler: Scalar = np.float32(2**-14)
+    max_scaler: Scalar = np.float32(2**24)
+    backoff_factor: Scalar | None = None
+    hysteresis: Scalar = np.int32(1)
+    overflows: Scalar = np.int32(0)
+    accumulate: Scalar = np.int32(1)
+    micro: Scalar = np.int32(0)
+    skipped: Scalar = np.int32(0)
+    total_redos: Scalar = np.int32(0)
+    underflow: Scalar = np.float32(0.0)
+
+    # -- common schemes
+
+    @classmethod
+    def torch(
+        cls,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> Self:
+        """PyTorch's `GradScaler`: no bounds but those of float32."""
+        return cls._scheme("torch", growth_interval, growth_factor, backoff_factor, init_scale, _TINY, hysteresis=1)
+
+    @classmethod
+    def deepspeed(
+        cls,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: float = 1.0,
+    ) -> Self:
+        """DeepSpeed's `fp16` section: the first overflow after a raise is tolerated."""
+        scale = 2.0**initial_scale_power
+        return cls._scheme("deepspeed", loss_scale_window, 2.0, 0.5, scale, min_loss_scale, hysteresis)
+
+    @classmethod
+    def megatron(
+        cls,
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+    ) -> Self:
+        """Megatron's `DynamicGradScaler`."""
+        return cls._scheme(
+            "megatron", growth_interval, growth_factor, backoff_factor, initial_scale, min_scale, hysteresis
+        )
+
+    @classmethod
+    def static(cls, scale: float) -> Self:
+        """A scale that never moves. Overflows are still seen and counted."""
+        return _as_numpy("static", cls(adjust_factor=1.0, scaler=scale))
+
+    @classmethod
+    def no_op(cls) -> Self:
+        """A scale of one, for bfloat16 and float32: the same training step, without scaling."""
+        return cls.static(1.0)
+
+    @classmethod
+    def _scheme(
+        cls, name: str, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
+    ) -> Self:
+        """Where others count the step that raises the scale too: they raise after `interval`, not one step later."""
+        if not interval >= 2:
+            raise ValueError(
+                f"{name} got an interval of {interval!r} between two raises of the scale; expected at least 2 steps. "
+                f"Leave it out for the scheme's own default, as in DynamicScalerState.{name}()."
+            )
+        return _as_numpy(
+            name,
+            cls(
+                patience=interval - 1,
+                adjust_factor=growth,
+                scaler=scale,
+                min_scaler=minimum,
+                max_scaler=FLOAT32_MAX,
+                backoff_factor=backoff,
+                hysteresis=hysteresis,
+            ),
+        )
+
+    # -- the rule
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether the last gradients were finite, as a scalar bool: what `update_if_finite` asks for."""
+        return jnp.equal(self.skipped, 0)
+
+    def adjust(self, finite: Scalar) -> Self:
+        """The next state, given whether this step's gradients were finite."""
+        check_bool("adjust", finite, "state.adjust(jaxamp.all_finite(grads))")
+        s, finite = self.as_arrays(), jnp.asarray(finite)
+        micro = jnp.where(finite, s.micro + 1, s.micro)
+        complete = finite & (micro >= s.accumulate)
+        up = complete & (s.count >= s.patience)
+        overflows = jnp.where(finite, jnp.where(up, 0, s.overflows), jnp.minimum(s.overflows + 1, s.hysteresis))
+        down = ~finite & (overflows >= s.hysteresis)
+        return s._replace(
+            scaler=jnp.where(up, s._raised(), jnp.where(down, s.lowered(s.scaler), s.scaler)),
+            count=jnp.where(up | ~finite, 0, s.count + complete.astype(jnp.int32)),
+            total_resets=s.total_resets + (~finite).astype(jnp.int32),
+            overflows=overflows,
+            micro=jnp.where(complete, 0, micro),
+            skipped=jnp.where(finite, 0, s.skipped + 1),
+        )
+
+    def _raised(self) -> jax.Array:
+        """The bounds stop a move, they are no cause of one: a scale that began above `max_scaler` stays."""
+        raised = self.scaler * self.adjust_factor
+        bounded = jnp.maximum(self.scaler, jnp.minimum(raised, self.max_scaler))
+        return jnp.where(jnp.isfinite(raised), bounded, self.scaler)
+
+    def lowered(self, scale: jax.Array) -> jax.Array:
+        """The scale after an overflow at `scale`: the same one where it may fall no further."""
+        lowered = scale / self.adjust_factor if self.backoff_factor is None else scale * self.backoff_factor
+        return jnp.minimum(scale, jnp.maximum(lowered, self._floor()))
+
+    def _floor(self) -> jax.Array:
+        return jnp.where(self.min_scaler > _TINY, self.min_scaler, _TINY)
+
+    def as_arrays(self) -> Self:
+        """The state with each field an array of its own dtype, whatever numbers it was made with.
+
+        A scale that is infinite, NaN or not positive can't be refused inside of `jit`: it becomes the nearest one that
+        works.
+        """
+        s = type(self)(*(None if x is None else jnp.asarray(x, kind) for x, kind in zip(self, _KINDS, strict=True)))
+        return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, FLOAT32_MAX), s._floor()))
+
+
+_KINDS = tuple(np.float32 if x is None else x.dtype for x in DynamicScalerState())
+DynamicLossScaler = DynamicScalerState
+
+
+def _as_numpy(name: str, state: DynamicScalerState) -> Any:
+    """A state made of Python numbers in its dtypes, so that the second step is not traced anew."""
+    with np.errstate(over="ignore"):  # what overflows is refused
+        kinds = map(np.dtype, _KINDS)
+        state = type(state)(*(None if x is None else kind.type(x) for x, kind in zip(state, kinds, strict=True)))
+    check_state(f"DynamicScalerState.{name}", state)
+    return state
+
+
+def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
+    """What a state has to tell, as Python numbers for a log. It waits for the step that made the state.
+
+    `scale` is the scale of the next step, `skipped` the steps skipped in a row, `total_skipped` the steps skipped so
+    far, `total_redone` how often gradients were recomputed, and `underflow` the share of gradient entries that were
+    zero, or subnormal in float16, in the last finite step.
+
+    >>> scaler_metrics(DynamicScalerState())
+    {'scale': 32768.0, 'skipped': 0, 'total_skipped': 0, 'total_redone': 0, 'underflow': 0.0}
+    """
+    _check_type("scaler_metrics", state)
+    if any(isinstance(x, jax.core.Tracer) for x in state):
+        raise TypeError(
+            "scaler_metrics got a state that is being traced; expected one with values. Return the state from the "
+            "jitted step, and call scaler_metrics on it outside."
+        )
+    numbers = {name: np.ravel(x)[0].item() for name, x in state._asdict().items() if x is not None}  # pmap: one of many
+    return {
+        "scale": numbers["scaler"],
+        "skipped": numbers["skipped"],
+        "total_skipped": numbers["total_resets"] - numbers["total_redos"],  # what overflowed and was not made anew
+        "total_redone": numbers["total_redos"],
+        "underflow": numbers["underflow"],
+    }
+
+
+# -- bad input
+
+
+_POSITIVE = ("patience", "scaler", "backoff_factor", "hysteresis", "accumulate", "max_scaler", "adjust_factor")
+
+
+def check_state(name: str, state: Any) -> None:
+    """Refuse what is no state, and a state with values that can't work, where they are known."""
+    _check_type(name, state)
+    for field, value in state._asdict().items():
+        if isinstance(value, jax.core.Tracer) or (value is None and field == "backoff_factor"):
+            continue
+        _check_number(name, field, value)
+        number = float(value)
+        positive = field in _POSITIVE
+        if not 0 <= number < float("inf") or (positive and not number):
+            expected = "a positive, finite number" if positive else "a finite number, 0 or more"
+        elif (field == "adjust_factor" and number < 1) or (field == "backoff_factor" and number > 1):
+            expected = "1 or more, for it raises the scale" if number < 1 else "1 or less, for it lowers the scale"
+        else:
+            continue
+        raise ValueError(
+            f"{name} got a state with {field}={number:g}; expected {expected}. Leave it out for its default, "
+            f"{field}={_default(field)}."
+        )
+
+
+def _check_number(name: str, field: str, value: Any) -> None:
+    if np.ndim(value):
+        raise TypeError(
+            f"{name} got a state with {field} of shape {np.shape(value)}; expected a number. In pmap and vmap, call it "
+            "on the state inside, where each field is a scalar."
+        )
+    if value is None or not jnp.issubdtype(np.asarray(value).dtype, np.number):
+        raise TypeError(
+            f"{name} got a state with {field}={value!r}; expected a number. Leave it out for its default, "
+            f"{field}={_default(field)}."
+        )
+
+
+def _default(field: str) -> Any:
+    value = DynamicScalerState._field_defaults[field]
+    return None if value is None else value.item()
+
+
+def _check_type(name: str, state: Any) -> None:
+    if not isinstance(state, DynamicScalerState):
+        raise TypeError(
+            f"{name} got {state!r}, of type {type(state).__name__}, as a scaler's state; expected a DynamicScalerState."
+            " Write dynamic_scaler_state=jaxamp.DynamicScalerState(), and pass on the state that each step returns."
+        )
