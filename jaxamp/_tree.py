@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ._compat import EARLY_INLINE
-from ._primitives.fused_sum import total
+from ._primitives.fused_sum import fused_sum
 
 Tree = TypeVar("Tree")
 
@@ -91,7 +91,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
 
 @functools.partial(jax.jit, inline=EARLY_INLINE)
 def _are_finite(leaves: list[Any]) -> jax.Array:
-    return total([jnp.logical_not(jnp.isfinite(x)).astype(jnp.float32) for x in leaves]) == 0
+    return fused_sum([jnp.logical_not(jnp.isfinite(x)).astype(jnp.float32) for x in leaves]) == 0
 
 
 def agreed(flag: jax.Array, axis_name: Any) -> jax.Array:

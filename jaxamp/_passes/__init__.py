@@ -1,0 +1,27 @@
+"""The passes, in the order in which they run. Each is a file of this package; CONTRIBUTING.md shows how to add one.
+
+A pass of a jaxpr rewrites the user's program before it is planned; a pass of a plan changes how it runs.
+"""
+
+from collections.abc import Callable
+
+from .._compat import Jaxpr
+from .._plan.plan import Plan
+from .cotangents import share_cotangents
+from .layouts import order_results
+from .masks import spread_masks
+from .recompute import recompute
+from .softmax import low_softmaxes
+from .transposes import fold_transposes
+from .wide_results import widen_results
+
+JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
+
+PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
+    widen_results,
+    fold_transposes,
+    order_results,
+    low_softmaxes,
+    recompute,
+    share_cotangents,  # last: it changes single steps, those inside of regions too
+)

@@ -1,108 +1,138 @@
-"""Islands: element-wise work and reductions in float32 on low values, such as a gelu or a logsumexp after a matmul.
+"""Compute element-wise float32 work on low values again in the backward pass, such as a gelu or a logsumexp.
 
-JAX keeps for the backward pass what each nonlinear operation of an island needs, in float32. An island is computed
-again instead, from its low operands, which are kept for the matmuls' sake or are half as large. What a reduction has
-made of many entries is kept.
+JAX keeps for the backward pass what each nonlinear operation needs, in float32. A run of such operations is computed
+again instead, from its low operands, which the matmuls keep in any case or which are half as large. Reductions of many
+entries are kept.
 """
 
-import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .._compat import Literal, Var, open_jaxpr
-from .._plan.classify import How
-from .._plan.plan import Plan, Reader, Step
-from .._plan.sensitivity import Value, float_dtype
-from .._traits.table import BENDS, COMPARES, ELEMENTWISE, PRODUCTS, REDUCES
+from .._formats import Format, float_dtype
+from .._plan.classify import Mode
+from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
+from .._plan.residuals import is_kept
+from .._plan.sensitivity import Value
+from .._traits import Traits, traits_of
+from .._traits.matmul_cost import size_of
 
 
-class Island(NamedTuple):
-    """Equations of a plan, one after the other, with the variables that go in and come out."""
-
-    steps: range
-    ins: tuple[Any, ...]
-    outs: tuple[Var, ...]
-    dtypes: tuple[np.dtype | None, ...]  # that the outs are read in; None: as they are
-
-
-def find_islands(plan: Plan, compute_dtype: np.dtype, taken: Collection[int]) -> list[Island]:
-    """The islands of a plan, in order: runs of cheap equations, but for those taken, that are worth computing again."""
-    jaxpr = open_jaxpr(plan.jaxpr)
-    sized = [(run, _largest_in_float32(plan, run)) for run in _runs(plan, taken)] if plan.touched else []
-    if not any(size > 1 for _, size in sized):
-        return []
-    values: dict[Var, Value] = dict(zip(jaxpr.invars, plan.ins, strict=True))
+def recompute(plan: Plan) -> Plan:
+    """Put runs of cheap steps that are worth it into regions that are computed again."""
+    if not plan.touched or plan.setting.keep == "all":
+        return plan
+    sized = [(run, size) for run in _runs(plan) if (size := _largest_in_float32(plan, run)) > 1]
+    if not sized:
+        return plan
+    values: dict[Var, Value] = dict(zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True))
     for i in range(len(plan.steps)):
         values.update(plan.values_of(i))
     readers = plan.readers()
-    steps = zip(jaxpr.eqns, plan.steps, strict=True)
-    constants = {v for eqn, step in steps if step.how is How.CONSTANT for v in eqn.outvars}
-    islands = [(_island(plan, run, readers, constants), size) for run, size in sized if size > 1]
-    return [island for island, size in islands if _pays(island, size, values, compute_dtype)]
+    steps = zip(plan.eqns, plan.steps, strict=True)
+    constants = {v for eqn, step in steps if step.mode is Mode.CONSTANT for v in eqn.outvars}
+    regions = [(_region(plan, run, readers, constants), size) for run, size in sized]
+    return plan.with_regions([region for region, size in regions if _pays(region, size, values)])
 
 
-def _runs(plan: Plan, taken: Collection[int]) -> Iterator[range]:
-    start = 0
-    for i, (eqn, step) in enumerate(zip(open_jaxpr(plan.jaxpr).eqns, plan.steps, strict=True)):
-        if i in taken or not _is_cheap(eqn, step):
-            if i > start:
-                yield range(start, i)
-            start = i + 1
-    if start < len(plan.steps):
-        yield range(start, len(plan.steps))
+class Recomputed(NamedTuple):
+    """Neighbouring steps, with the variables that go in and come out."""
+
+    parts: tuple[Part, ...]
+    steps: tuple[int, ...]
+    ins: tuple[Any, ...]
+    outs: tuple[Var, ...]
+    formats: tuple[Format | None, ...]  # that the outs are read in; None: as they are held
+
+    def with_parts(self, parts: tuple[Part, ...]) -> "Recomputed":
+        return self._replace(parts=parts)
+
+    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
+        if runner.in_recomputation:
+            return runner.run_parts(plan, self.parts, env)
+        inner = runner.recomputing()
+
+        def run(operands: list[Any]) -> list[Any]:
+            inside = env.with_values(self.ins, operands)
+            inner.run_parts(plan, self.parts, inside)
+            return [inside.read(v, format_) for v, format_ in zip(self.outs, self.formats, strict=True)]
+
+        again = run if runner.in_checkpoint else jax.checkpoint(run, policy=is_kept)
+        outs = again([env.read(v) for v in self.ins])
+        values = {v: value for i in self.steps for v, value in plan.values_of(i)}
+        for var, x, format_ in zip(self.outs, outs, self.formats, strict=True):
+            env.write(var, x, values[var]._replace(format=format_ or values[var].format))
+        for i in self.steps:
+            if plan.steps[i].mode is Mode.CONSTANT:
+                env.postpone(plan.eqns[i])
 
 
-def _is_cheap(eqn: Any, step: Step, allowed: frozenset[str] = ELEMENTWISE | COMPARES | REDUCES) -> bool:
-    if eqn.effects or step.how is How.RULE:
+def _runs(plan: Plan) -> Iterator[list[int]]:
+    """Neighbouring steps that are all cheap. A region of another pass ends a run."""
+    run: list[int] = []
+    for part in plan.parts:
+        if isinstance(part, int) and _is_cheap(plan.eqns[part], plan.steps[part]):
+            run.append(part)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _is_cheap(eqn: Any, step: Step, reductions: bool = True) -> bool:
+    """Whether a step is element-wise work or a comparison, or where `reductions` are allowed, one of these."""
+    if eqn.effects or step.mode is Mode.RULE:
         return False
-    if step.how is not How.ENTER:
-        return eqn.primitive.name in allowed
-    if eqn.primitive.name == "custom_jvp_call":
-        allowed -= REDUCES  # a softmax of the user's knows better what it needs
-    elif eqn.primitive.name != "jit":
+    traits = traits_of(eqn.primitive)
+    if step.mode is not Mode.ENTER:
+        return _is_elementwise(traits) or (reductions and traits.reduces)
+    if not (traits.own_jvp or traits.plain_call):
         return False
+    reductions &= not traits.own_jvp  # the derivative rule of a user's softmax knows better what it needs
     body = step.bodies[0]
-    return all(_is_cheap(e, s, allowed) for e, s in zip(open_jaxpr(body.jaxpr).eqns, body.steps, strict=True))
+    return all(_is_cheap(e, s, reductions) for e, s in zip(body.eqns, body.steps, strict=True))
 
 
-def _island(plan: Plan, steps: range, readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Island:
-    eqns = [open_jaxpr(plan.jaxpr).eqns[i] for i in steps]
+def _is_elementwise(traits: Traits) -> bool:
+    return traits.elementwise or traits.compares
+
+
+def _region(plan: Plan, steps: list[int], readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Recomputed:
+    eqns, inside = [plan.eqns[i] for i in steps], set(steps)
     made = {v: None for eqn in eqns for v in eqn.outvars if v not in constants}
     read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
-    outside = {v: {r.dtype for r in readers.get(v, ()) if r.place not in steps} for v in made}
-    outs = {v: dtypes for v, dtypes in outside.items() if dtypes}
-    return Island(
-        steps,
+    outside = {v: {r.format for r in readers.get(v, ()) if r.place not in inside} for v in made}
+    outs = {v: formats for v, formats in outside.items() if formats}
+    return Recomputed(
+        tuple(steps),
+        tuple(steps),
         tuple(dict.fromkeys(v for v in read if v not in made and v not in constants)),
         tuple(outs),
-        tuple(dtypes.pop() if len(dtypes) == 1 else None for dtypes in outs.values()),
+        tuple(formats.pop() if len(formats) == 1 else None for formats in outs.values()),
     )
 
 
-def _pays(island: Island, size: int, values: dict[Var, Value], compute_dtype: np.dtype) -> bool:
-    """Whether every operand as large as what bends in float32 is low; `values` lacks closed-over arrays."""
-    large = [v for v in island.ins if float_dtype(v.aval) is not None and _size(v.aval) >= size]
-    return bool(large) and all(v in values and values[v].dtype == compute_dtype for v in large)
+def _pays(region: Recomputed, size: int, values: dict[Var, Value]) -> bool:
+    """Whether every operand as large as the nonlinear float32 work is low; `values` lacks closed-over arrays."""
+    large = [v for v in region.ins if float_dtype(v.aval) is not None and size_of(v.aval) >= size]
+    return bool(large) and all(v in values and values[v].is_low for v in large)
 
 
-def _largest_in_float32(plan: Plan, steps: range) -> int:
-    eqns = open_jaxpr(plan.jaxpr).eqns
-    return max(_size_in_float32(eqns[i], plan.steps[i]) for i in steps)
+def _largest_in_float32(plan: Plan, steps: list[int]) -> int:
+    return max(_size_in_float32(plan.eqns[i], plan.steps[i]) for i in steps)
 
 
 def _size_in_float32(eqn: Any, step: Step) -> int:
     """The number of entries that a nonlinear operation of an equation makes in float32; 0: it is linear, or low."""
-    if step.how is How.ENTER:
+    if step.mode is Mode.ENTER:
         body = step.bodies[0]
-        return max(map(_size_in_float32, open_jaxpr(body.jaxpr).eqns, body.steps), default=0)
-    of_two = eqn.primitive.name in PRODUCTS and not any(isinstance(v, Literal) for v in eqn.invars)
-    if not (of_two or eqn.primitive.name in BENDS) or step.outs[0].dtype != np.float32:
+        return max(map(_size_in_float32, body.eqns, body.steps), default=0)
+    traits = traits_of(eqn.primitive)
+    of_two = traits.product and not any(isinstance(v, Literal) for v in eqn.invars)
+    if not (of_two or traits.nonlinear) or step.outs[0].dtype != np.float32:
         return 0
-    return _size(eqn.outvars[0].aval)
-
-
-def _size(aval: Any) -> int:
-    """The number of entries; 0 if it is not known, as when a program is exported for any batch."""
-    return math.prod(aval.shape) if all(isinstance(size, int) for size in aval.shape) else 0
+    return size_of(eqn.outvars[0].aval)

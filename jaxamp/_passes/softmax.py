@@ -1,9 +1,9 @@
-"""Softmax between two low matmuls: the scores come low, the probabilities are wanted low.
+"""Compute a softmax between two low matmuls, and its derivative, from its low result alone.
 
     y = exp(x) / sum(exp(x))          y' = y (x' - sum(y x'))
 
-The second line is the derivative of the first, written with the result alone. What JAX derives from the operations
-needs the exponentials, in float32, besides the probabilities, which the matmul after it keeps in any case.
+The second formula needs only the result. The derivative that JAX makes of the single operations needs the exponentials
+too, in float32, while the matmul after the softmax keeps the probabilities in any case.
 """
 
 import functools
@@ -14,33 +14,49 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import Literal, Var, open_jaxpr
-from .._plan.classify import How
-from .._plan.plan import Plan, Reader, Step
-from .._primitives.barriers import round_and_hold
+from .._compat import Literal, Var
+from .._formats import Format
+from .._plan.classify import Mode
+from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
+from .._primitives.barriers import materialize
+
+_FLOAT32 = Format(np.dtype(np.float32))
+
+
+def low_softmaxes(plan: Plan) -> Plan:
+    """Run softmaxes whose results are read low as one function."""
+    if not plan.touched or plan.setting.keep == "all":
+        return plan
+    starts = [i for i, eqn in enumerate(plan.eqns[:-3]) if eqn.primitive is lax.exp_p]
+    readers = plan.readers() if starts else {}
+    found = (_softmax(plan, i, readers) for i in starts)
+    return plan.with_regions([softmax for softmax in found if softmax is not None])
 
 
 class Softmax(NamedTuple):
-    """Four equations of a plan, one after the other: exp, sum, its repetition, division."""
+    """Four neighbouring equations of a plan: exp, sum, its broadcast, division."""
 
-    steps: range
+    parts: tuple[Part, ...]
+    last: int  # the step of the division
     operand: Any
     result: Var
     axes: tuple[int, ...]
 
+    def with_parts(self, parts: tuple[Part, ...]) -> "Softmax":
+        return self._replace(parts=parts)
 
-def find_softmaxes(plan: Plan, low: np.dtype) -> list[Softmax]:
-    """The softmaxes of a plan that run in float32 and whose results are read low."""
-    eqns = open_jaxpr(plan.jaxpr).eqns
-    starts = [i for i, eqn in enumerate(eqns[:-3]) if eqn.primitive is lax.exp_p] if plan.touched else []
-    if not starts:
-        return []
-    readers = plan.readers()
-    return [found for i in starts if (found := _softmax(plan, i, readers, low)) is not None]
+    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
+        if runner.in_recomputation:
+            return runner.run_parts(plan, self.parts, env)
+        with runner.at(plan, self.last):
+            x = env.read(self.operand, _FLOAT32)
+            y = low_softmax(x, self.axes, plan.setting.formats.compute_dtype, runner.in_checkpoint)
+        env.write(self.result, y, plan.steps[self.last].outs[0])
 
 
-def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]], low: np.dtype) -> Softmax | None:
-    exp, total, spread, div = open_jaxpr(plan.jaxpr).eqns[i : i + 4]
+def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> Softmax | None:
+    """The softmax that begins with an exponential, if there is one."""
+    exp, total, spread, div = plan.eqns[i : i + 4]
     if (total.primitive, div.primitive) != (lax.reduce_sum_p, lax.div_p) or isinstance(exp.invars[0], Literal):
         return None
     powers, axes = exp.outvars[0], tuple(map(int, total.params["axes"]))
@@ -53,11 +69,12 @@ def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]], low: np.dtype
     )
     alone = [len(readers.get(eqn.outvars[0], ())) for eqn in (exp, total, spread)] == [2, 1, 1]
     plain = exp.params.get("accuracy") is None and total.params.get("out_sharding") is None
-    narrow = {reader.dtype for reader in readers.get(div.outvars[0], ())} == {low}
+    read_in = [reader.format for reader in readers.get(div.outvars[0], ())]
+    narrow = bool(read_in) and all(format_ is not None and format_.low for format_ in read_in)
     wide = all(_is_free_to_change(plan.steps[i + k]) for k in range(4))
     if not (chained and alone and plain and narrow and wide):
         return None
-    return Softmax(range(i, i + 4), exp.invars[0], div.outvars[0], axes)
+    return Softmax(tuple(range(i, i + 4)), i + 3, exp.invars[0], div.outvars[0], axes)
 
 
 def _keeps_places(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
@@ -74,15 +91,15 @@ def _keeps_places(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) ->
 
 
 def _is_free_to_change(step: Step) -> bool:
-    """Whether an operation is float32 for its own sake, and neither by a user's rule nor in a scope that pins it."""
-    return step.how is How.ORIGINAL and step.outs[0].dtype == np.float32 and not isinstance(step.key, str | tuple)
+    """Whether an operation is float32 for its own sake: no user's rule and no scope of the policy pins it."""
+    return step.mode is Mode.AS_WRITTEN and step.outs[0].dtype == np.float32 and not step.is_pinned
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def low_softmax(x: Any, axes: tuple[int, ...], low: np.dtype, in_checkpoint: bool) -> Any:
-    """exp(x) / sum(exp(x)) in the dtype `low`; `x` has been shifted. A checkpoint around it keeps the result."""
+    """exp(x) / sum(exp(x)) in the dtype `low`; `x` is shifted already. A checkpoint around it keeps the result."""
     powers = jnp.exp(x)
-    return round_and_hold(powers / powers.sum(axes, keepdims=True), low)
+    return materialize(powers / powers.sum(axes, keepdims=True), low)
 
 
 @low_softmax.defjvp
@@ -92,7 +109,7 @@ def _low_softmax_jvp(
     (x,), (t,) = primals, tangents
     y = low_softmax(x, axes, low, in_checkpoint)
     tangent = functools.partial(_tangent, axes)
-    # Outside of a checkpoint, one that keeps `y` as it is and not in float32. Inside, it would keep `y` twice.
+    # Outside of a checkpoint we need one, to keep `y` as it is and not in float32. Inside, it would keep `y` twice.
     return y, (tangent if in_checkpoint else jax.checkpoint(tangent, prevent_cse=False))(y, t)
 
 
@@ -105,9 +122,9 @@ def _tangent(axes: tuple[int, ...], y: Any, t: Any) -> Any:
 def _sum_to_one(y: Any, axes: tuple[int, ...]) -> Any:
     """Probabilities that sum to one again, as they did before they were rounded.
 
-    From these XLA makes one kernel of the derivative on a GPU (jax 0.10 and 0.11); without, it makes two, and reads
-    both operands twice. With a derivative of its own, a checkpoint computes it again. A row that was rounded to zeros
-    stays one.
+    With these, XLA makes one kernel of the derivative on a GPU (jax 0.10 and 0.11); with the rounded ones it makes two,
+    and reads both operands twice. The derivative is a rule of its own, so that a checkpoint computes it again. A row
+    that was rounded to zeros stays zero.
     """
     return _divided(y, axes)
 

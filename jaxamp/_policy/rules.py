@@ -1,44 +1,28 @@
-"""Rules: how the operands of one operation are cast before it is bound.
+"""Rules: how one operation runs.
+
+A rule is a function that casts the operands of an operation:
 
     rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
 
-`compute_dtype` is what `amp` was given, `original_dtypes` are the dtypes of the operands as the user's program was
-written, `invars` the operands in the dtypes that they have now. A user's rule is any function of this form. Ours are
-functions of this form too, and the planner knows them by identity: it can do better than the function alone, because it
-sees the operation's surroundings.
+`compute_dtype` is what `amp` was given, `original_dtypes` are the dtypes of the operands as the program was written,
+`invars` the operands in the dtypes that they have now. A user's rule is any function of this form. Ours have this form
+too, and the planner knows them by identity: it sees the operation's surroundings, and can do better than the function
+alone.
+
+Or a rule is a `Replacement`, which gives the operation another body.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from .._jaxpr import bind_primitive
-from .._plan.sensitivity import may_lower
+from .._formats import cast, is_float, may_lower
 
 Rule = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def cast(x: Any, dtype: np.dtype | None) -> Any:
-    """`x` in `dtype` if it is an array of floats, else `x` as it is. Constants are cast without an equation."""
-    if dtype is None or not _is_float(x) or x.dtype == dtype:
-        return x
-    if isinstance(x, jax.Array):
-        return bind_primitive(lax.convert_element_type_p, x, new_dtype=dtype, weak_type=False, sharding=None)
-    return np.asarray(x).astype(dtype)
-
-
-def saturate(x: Any, dtype: np.dtype) -> Any:
-    """`x` in `dtype`, finite where it was finite. `find_overflow` knows it by the `clamp`."""
-    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
-    return lax.convert_element_type(lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x), dtype)
 
 
 def use_original_precision(
@@ -59,11 +43,11 @@ def use_compute_precision(
     """
     compute_dtype = np.dtype(compute_dtype)
     if not any(
-        may_lower(np.dtype(d), compute_dtype) for d, x in zip(original_dtypes, invars, strict=True) if _is_float(x)
+        may_lower(np.dtype(d), compute_dtype) for d, x in zip(original_dtypes, invars, strict=True) if is_float(x)
     ):
         return list(invars), bind_params
     cast_invars = [
-        cast(x, compute_dtype) if _is_float(x) and may_lower(np.dtype(d), compute_dtype) else x
+        cast(x, compute_dtype) if is_float(x) and may_lower(np.dtype(d), compute_dtype) else x
         for x, d in zip(invars, original_dtypes, strict=True)
     ]
     return cast_invars, lowered_params(bind_params, compute_dtype)
@@ -86,7 +70,7 @@ def use_widest_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Run the operation in the widest dtype that one of its operands has now."""
-    dtypes = {x.dtype for x in invars if _is_float(x) and isinstance(x, jax.Array)}
+    dtypes = {x.dtype for x in invars if is_float(x) and isinstance(x, jax.Array)}
     widest = [d for d in dtypes if d.itemsize == max(e.itemsize for e in dtypes)]
     if len(widest) != 1:  # float16 beside bfloat16, or nothing but constants
         return use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params)
@@ -96,12 +80,12 @@ def use_widest_precision(
 def use_inferred_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Follow the neighbours: low beside a low operand, unless an operand must not be rounded.
+    """Follow the neighbours: low beside a low operand, unless an operand is protected from rounding.
 
-    The planner decides from the standing of each operand and from what consumes the result. Called by hand, without
+    The planner decides from the sensitivity of each operand and from the readers of the result. Called by hand, without
     that knowledge, it runs low when an operand is in the compute dtype.
     """
-    if any(_is_float(x) and x.dtype == compute_dtype for x in invars):
+    if any(is_float(x) and x.dtype == compute_dtype for x in invars):
         return use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params)
     return use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params)
 
@@ -118,12 +102,65 @@ def use_precision(dtype: Any) -> Rule:
     def use_given_precision(
         compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        invars = tuple(cast(x, target) if _is_float(x) else x for x in invars)
-        if bind_params.get("preferred_element_type") is not None and any(map(_is_float, invars)):
+        invars = tuple(cast(x, target) if is_float(x) else x for x in invars)
+        if bind_params.get("preferred_element_type") is not None and any(map(is_float, invars)):
             bind_params = {**bind_params, "preferred_element_type": target}
         return invars, bind_params
 
     return use_given_precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """A rule that runs an operation low, with another body than its own. See `use_replacement`."""
+
+    body: Callable[..., Any]
+    name: str
+    format: str
+
+    def __call__(
+        self, compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What the operation would read if it had its own body."""
+        return use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params)
+
+
+def use_replacement(body: Callable[..., Any], *, name: str | None = None, format: str | None = None) -> Rule:
+    """A rule that gives an operation another body.
+
+    Args:
+        body: `body(primitive, compute_dtype, *operands, **bind_params)`, which returns what the primitive would: one
+            array, or a sequence of them for a primitive of several results, of the same shapes. Operands come in the
+            compute dtype; the float32 parameters of a matmul come as they are, so that the body decides how they are
+            rounded and what their gradient is. JAX differentiates the body: use `jax.custom_vjp` to say how.
+        name: What reports call the rule; the body's name if None.
+        format: The number format that the body multiplies in, for the totals of a report, such as "int8"; if None,
+            reports read it off the equations of the body.
+
+    Where `use_compute_precision` would leave an operation alone (positions, integers, `Precision.HIGHEST`), the
+    operation keeps its own body.
+
+    >>> import jax, jax.numpy as jnp, jaxamp
+    >>> def rounded_matmul(primitive, compute_dtype, x, w, **params):
+    ...     low = lambda a: jax.lax.reduce_precision(a.astype(compute_dtype), 8, 3)
+    ...     return primitive.bind(low(x), low(w), **params)
+    >>> rule = use_replacement(rounded_matmul, format="e8m3")
+    >>> policy = jaxamp.default_amp_policy | {jax.lax.dot_general_p: rule}
+    >>> report = jaxamp.amp_report(lambda x: x @ x, amp_policy=policy, backward=False)(jnp.ones((4, 4)))
+    >>> report.matmul_flops
+    {'e8m3': 128}
+    """
+    if not callable(body):
+        raise TypeError(
+            f"use_replacement got {body!r}, of type {type(body).__name__}; expected a function. Write "
+            "use_replacement(body), where body(primitive, compute_dtype, *operands, **bind_params) returns the results."
+        )
+    return Replacement(body, name or getattr(body, "__name__", type(body).__name__), format or "")
+
+
+def name_of_rule(rule: Any) -> str:
+    """What reports call a rule."""
+    return rule.name if isinstance(rule, Replacement) else getattr(rule, "__name__", type(rule).__name__)
 
 
 class ByTarget(NamedTuple):

@@ -1,10 +1,8 @@
-"""Policies: which rule each operation runs under.
+"""Policies: mappings from operations to rules, and the TOML tables that they are read from.
 
-A policy is a mapping. A key is a primitive, the name of a `jax.named_scope` (or a glob over the scope path), or a pair
-`(scope, primitive)`; a value is a rule. The outermost active scope that has a key wins, at one scope the pair before
-the name before the glob; else the primitive; else `"amp_default"`.
-
-Presets are TOML tables in `policies/`; a user's table has the same form:
+A key is a primitive, the name of a `jax.named_scope` (or a glob over the scope path), or a pair `(scope, primitive)`; a
+value is a rule. `lookup.py` says which key wins. Presets are TOML tables in `policies/`; a user's table has the same
+form:
 
     extends = "default"              # optional: start from a preset
 
@@ -20,28 +18,21 @@ Presets are TOML tables in `policies/`; a user's table has the same form:
     "eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
 """
 
-import difflib
-import fnmatch
 import functools
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
 from .._compat import NOT_EVERYWHERE, Primitive, primitives
-from .._primitives.attention import ATTENTION, FORWARD
+from .._errors import nearest
+from .._traits import declared
+from .lookup import PINS, Key, Policy
 from .rules import WORDS, ByTarget, Rule, use_original_precision
 
-Key = Any  # Primitive | str | tuple[str, Primitive]
-Policy = Mapping[Key, Rule]
-
-# Scopes that pin full precision by default; the last is also the key of every operation that has no other.
-_PINS: Policy = dict.fromkeys(("amp_stop", "amp_step", "amp_default"), use_original_precision)
 _TARGETS = ("float16", "bfloat16")
 
 
@@ -54,12 +45,6 @@ def _folder() -> Path:
 def presets() -> tuple[str, ...]:
     """The names of the policies that come with jaxamp."""
     return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """A question after the word that was meant, to end an error with; nothing if none is near."""
-    close = difflib.get_close_matches(word, list(words), 1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class Header(NamedTuple):
@@ -107,8 +92,8 @@ def _primitive(table: _Table, name: Any) -> Primitive | None:
         table.fail(str(name), "the name of a JAX primitive", " Write for example 'dot_general'.")
     if name in primitives():
         return primitives()[name]
-    if name == FORWARD.name:
-        return FORWARD
+    if (ours := declared(name)) is not None:
+        return ours
     if name in NOT_EVERYWHERE:
         return None
     table.fail(
@@ -161,14 +146,14 @@ def _parse(table: _Table) -> dict[Key, Rule]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(
             f"{table.name}: not a TOML table: {error}. Expected sections [rules] and [scopes]; "
-            "`python -m pydoc jaxamp._policy` shows the form."
+            "`python -m pydoc jaxamp._policy.toml` shows the form."
         ) from None
     for section in data:
         if section not in ("extends", "description", "rules", "scopes"):
             table.fail(
                 section, "extends, description, [rules] or [scopes]", nearest(section, ("rules", "scopes", "extends"))
             )
-    policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(_PINS)
+    policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(PINS)
     rules = dict(_section(table, data, "rules", "rules"))
     by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
     rules = {word: names for word, names in rules.items() if word not in _TARGETS}
@@ -244,57 +229,3 @@ def _check_mapping(policy: Policy) -> None:
             )
 
 
-def _is_glob(scope: str) -> bool:
-    return any(c in scope for c in "*?[/")
-
-
-def _glob_matches(glob: str, path: tuple[str, ...]) -> bool:
-    if "/" not in glob:
-        return fnmatch.fnmatchcase(path[-1], glob)
-    text = "/" + "/".join(path)
-    return any(fnmatch.fnmatchcase(t, g) for t in (text, text + "/") for g in (glob, "*/" + glob))
-
-
-class Found(NamedTuple):
-    """The rule of an operation and the key that it was found under (None: no key, the default)."""
-
-    rule: Rule
-    key: Key
-
-
-class Lookup:
-    """A policy for one compute dtype, ready to be asked."""
-
-    def __init__(self, policy: Policy, compute_dtype: np.dtype):
-        def resolved(rule: Rule) -> Rule:
-            return rule.resolve(compute_dtype) if isinstance(rule, ByTarget) else rule
-
-        self._rules: dict[Key, Rule] = {k: resolved(r) for k, r in {**_PINS, **policy}.items()}
-        scoped = [key for key in self._rules if not isinstance(key, Primitive)]
-        self._globs = [key for key in scoped if _is_glob(key if isinstance(key, str) else key[0])]
-        self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
-        self.inert = all(rule is use_original_precision for rule in self._rules.values())
-
-    def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:
-        """The rule for `primitive` inside the named scopes `path`, outermost first."""
-        found = self._found.get((path, primitive))
-        if found is None:
-            found = self._found[path, primitive] = self._find(path, primitive)
-        return found
-
-    def _find(self, path: tuple[str, ...], primitive: Primitive) -> Found:
-        primitive = FORWARD if primitive in ATTENTION else primitive  # its derivatives follow it
-        for depth in range(1, len(path) + 1):
-            for key in self._keys_at(path[:depth], primitive):
-                return Found(self._rules[key], key)
-        if primitive in self._rules:
-            return Found(self._rules[primitive], primitive)
-        return Found(self._rules["amp_default"], None)
-
-    def _keys_at(self, path: tuple[str, ...], primitive: Primitive) -> Iterable[Key]:
-        scope = path[-1]
-        yield from (key for key in ((scope, primitive), scope) if key in self._rules)
-        globs = [key for key in self._globs if isinstance(key, str) or key[1] is primitive]
-        for key in sorted(globs, key=lambda key: isinstance(key, str)):
-            if _glob_matches(key if isinstance(key, str) else key[0], path):
-                yield key

@@ -13,6 +13,7 @@ them again, as the kernel does.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from jax import tree_util as jtu
 from jax.interpreters import ad, mlir
 
 from .._compat import Primitive, apply_primitive, batching_rules, has_devices, open_jaxpr, wants_devices
-from .._plan.higher_order import along
-from .._policy.rules import saturate
+from .._formats import saturate
+from .._jaxpr import along
+from .._traits import Traits, declare
 
 OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
 _SPREADS = ("bias", "mask")  # of size one along axes that they are repeated along
@@ -117,7 +119,7 @@ def _precision() -> lax.Precision | None:
     return lax.Precision.HIGH if asked in ("high", "tensorfloat32", "bfloat16_3x") else lax.Precision.HIGHEST
 
 
-def takes_part(primitive: Primitive, params: dict[str, Any]) -> tuple[list[bool], list[bool]]:
+def _takes_part(primitive: Primitive, params: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     """Which operands and which results are those of matmuls. A bias, lengths and sums are not, and are not rounded."""
     qkv, rest = [True] * 3, [False] * len(params["given"])
     bias = [False] * params.get("bias_moves", False)
@@ -126,6 +128,26 @@ def takes_part(primitive: Primitive, params: dict[str, Any]) -> tuple[list[bool]
     if primitive is TANGENT:
         return [*qkv, *rest, True, False, *qkv, *bias], [True]
     return [*qkv, *rest, True, False, True], [*qkv, *bias]
+
+
+def _flops(eqn: Any) -> int:
+    """Queries by keys and weights by values; the backward pass does the first again, and two for each."""
+    query, key = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    once = 2 * math.prod(query) * key[-3]
+    return once * (5 if eqn.primitive is BACKWARD else 2)
+
+
+for _p in ATTENTION:
+    declare(
+        _p,
+        Traits(
+            matrix_unit=True,
+            flops=_flops,
+            takes_part=functools.partial(_takes_part, _p),
+            in_tables=_p is FORWARD,
+            policy_key=None if _p is FORWARD else FORWARD,  # the derivatives follow it
+        ),
+    )
 
 
 # -- what they compute: the plain attention

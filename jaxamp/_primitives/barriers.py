@@ -1,20 +1,20 @@
-"""How results of matmuls and cotangents are held in memory.
+"""Barriers: values and cotangents that are written to memory once, in a given dtype and order of axes.
 
-Four of XLA's habits on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
+Four habits of XLA on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
 
-- It drops float32 -> bfloat16 -> float32. What flows back to a matmul and its bias is rounded for the matmul and summed
-  in float32 for the bias: it would be written and read in float32 for the sum's sake alone. Held as it is rounded, it
-  is written once, in half the bytes.
-- It makes anew, in front of each matmul, what it takes for cheap: the cotangents of queries, keys and values, put
-  together, once for the bias and once for the matmuls. Held for all of them, what moves entries takes 7.0 in place of
-  9.5 ms of a step of a ViT-B (H200).
+- It drops float32 -> bfloat16 -> float32. The cotangent of a matmul and its bias is rounded for the matmul and summed in
+  float32 for the bias: for the sum alone it would be written and read in float32. Materialized as it is rounded, it is
+  written once, in half the bytes.
+- It repeats cheap work in front of each matmul: it concatenates the cotangents of queries, keys and values once for the
+  bias and once for the matmuls. Materialized for all of them, moving entries takes 7.0 instead of 9.5 ms of a step of a
+  ViT-B (H200).
 - Its layouts follow reductions: to sum a cotangent of shape (batch, tokens, width) over the batch, as the gradient of a
-  table of positions does, it turns the batch innermost, and with it all activations around. Matmuls want the width
-  innermost, so that each of them is between two transposes: 97 in a step of a ViT of 12 layers.
-- They also follow single readers through a loop: where the backward pass of attention reads values turned, queries and
-  keys are turned with them, being slices of one matmul's result, and in a scan all of what its layers have kept.
+  table of positions does, it turns the batch innermost, and all activations around with it. Matmuls want the width
+  innermost, so each of them ends up between two transposes: 97 in a step of a ViT of 12 layers.
+- Layouts also follow single readers through a loop: where the backward pass of attention reads values turned, it turns
+  queries and keys too, since they are slices of one matmul's result, and in a scan everything that its layers have kept.
 
-Constraints on layouts are the way out of the last two, where `takes_layouts` says that there is one.
+Layout constraints are the way out of the last two, where `takes_layouts` says that they can be asked for.
 """
 
 import functools
@@ -28,30 +28,37 @@ from jax.interpreters import ad, mlir
 
 from .._compat import Primitive, apply_primitive, batching_rules, takes_layouts
 from .._jaxpr import bind_primitive
+from .._traits import Traits, declare
 
-HELD = Primitive("held")
-ORDERED = Primitive("ordered")
+MATERIALIZED = Primitive("materialized")
+ROW_MAJOR = Primitive("row_major")
+
+declare(
+    MATERIALIZED,
+    Traits(elementwise=True, passes_on=True, kept=lambda *avals, of_value, **params: of_value),
+)
+declare(ROW_MAJOR, Traits(elementwise=True, passes_on=True))
 
 
-def held(x: Any, dtype: np.dtype, ordered: bool, shared_by: Sequence[Any] = ()) -> Any:
-    """`x`, whose cotangent is rounded to `dtype` if it is not yet, and held so; `ordered`: in the order of its axes.
+def materialize(x: Any, dtype: np.dtype) -> Any:
+    """`x` in `dtype`, written to memory: all readers see the rounded values."""
+    return MATERIALIZED.bind(lax.convert_element_type(x, dtype), of_value=True, dtype=dtype, row_major=False)
 
-    `shared_by`: what the cotangent goes to. Where some of these is not differentiated, it is left as it is.
+
+def materialize_cotangent(x: Any, dtype: np.dtype, row_major: bool, readers: Sequence[Any] = ()) -> Any:
+    """`x`, whose cotangent is rounded to `dtype` and written to memory, in the order of its axes if `row_major`.
+
+    `readers`: the values that the cotangent flows on to. If one of them is not differentiated, nothing is done.
     """
-    return bind_primitive(HELD, x, *shared_by, here=False, dtype=dtype, ordered=ordered)
+    return bind_primitive(MATERIALIZED, x, *readers, of_value=False, dtype=dtype, row_major=row_major)
 
 
-def round_and_hold(x: Any, dtype: np.dtype) -> Any:
-    """`x` in `dtype`, held so: what reads it later reads the rounded values."""
-    return HELD.bind(lax.convert_element_type(x, dtype), here=True, dtype=dtype, ordered=False)
-
-
-def in_order(x: Any) -> Any:
+def row_major(x: Any) -> Any:
     """`x`, laid out in the order of its axes."""
-    return bind_primitive(ORDERED, x)
+    return bind_primitive(ROW_MAJOR, x)
 
 
-def _identity(x: Any, *shared_by: Any, **params: Any) -> Any:
+def _identity(x: Any, *readers: Any, **params: Any) -> Any:
     return x
 
 
@@ -59,24 +66,24 @@ def _laid_out(x: Any) -> Any:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def _rounded(x: Any, *shared_by: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
-    return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype) if here else x
+def _rounded(x: Any, *readers: Any, of_value: bool, dtype: np.dtype, row_major: bool) -> Any:
+    return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype) if of_value else x
 
 
-def _on_cuda(x: Any, *shared_by: Any, here: bool, dtype: np.dtype, ordered: bool) -> Any:
-    if not here:
+def _on_cuda(x: Any, *readers: Any, of_value: bool, dtype: np.dtype, row_major: bool) -> Any:
+    if not of_value:
         return x
-    held = lax.convert_element_type(x, dtype)
-    held = lax.optimization_barrier(held) if dtype != np.float32 else held
-    held = _laid_out(held) if ordered else held
-    return lax.convert_element_type(held, x.dtype)
+    out = lax.convert_element_type(x, dtype)
+    out = lax.optimization_barrier(out) if dtype != np.float32 else out
+    out = _laid_out(out) if row_major else out
+    return lax.convert_element_type(out, x.dtype)
 
 
-def _lowered_on_cuda(ctx: Any, *operands: Any, ordered: bool, **params: Any) -> Any:
-    return _lowering(_on_cuda)(ctx, *operands, ordered=ordered and takes_layouts(ctx), **params)
+def _materialized_on_cuda(ctx: Any, *operands: Any, row_major: bool, **params: Any) -> Any:
+    return _lowering(_on_cuda)(ctx, *operands, row_major=row_major and takes_layouts(ctx), **params)
 
 
-def _ordered_on_cuda(ctx: Any, x: Any) -> Any:
+def _row_major_on_cuda(ctx: Any, x: Any) -> Any:
     return _lowering(_laid_out if takes_layouts(ctx) else _identity)(ctx, x)
 
 
@@ -85,14 +92,15 @@ def _lowering(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    out = HELD.bind(*primals, **params) if params["here"] else primals[0]  # one value for JAX to keep
-    moves = all(type(tangent) is not ad.Zero for tangent in tangents)
-    return out, HELD.bind(tangents[0], **params) if moves else tangents[0]
+    out = MATERIALIZED.bind(*primals, **params) if params["of_value"] else primals[0]  # one value for JAX to keep
+    all_differentiated = all(type(tangent) is not ad.Zero for tangent in tangents)
+    return out, MATERIALIZED.bind(tangents[0], **params) if all_differentiated else tangents[0]
 
 
-def _transpose(ct: Any, x: Any, *shared_by: Any, here: bool, **params: Any) -> list[Any]:
-    moves = type(ct) is not ad.Zero and all(map(ad.is_undefined_primal, shared_by))
-    return [HELD.bind(ct, here=not here, **params) if moves else ct, *(None for _ in shared_by)]
+def _transpose(ct: Any, x: Any, *readers: Any, of_value: bool, **params: Any) -> list[Any]:
+    all_differentiated = type(ct) is not ad.Zero and all(map(ad.is_undefined_primal, readers))
+    out = MATERIALIZED.bind(ct, of_value=not of_value, **params) if all_differentiated else ct
+    return [out, *(None for _ in readers)]
 
 
 def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any, on_cuda: Any) -> None:
@@ -107,6 +115,6 @@ def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any
     )
 
 
-_register(HELD, _transpose, _rounded, _lowered_on_cuda)
-_register(ORDERED, lambda ct, x: [ct], _identity, _ordered_on_cuda)
-ad.primitive_jvps[HELD] = _jvp
+_register(MATERIALIZED, _transpose, _rounded, _materialized_on_cuda)
+_register(ROW_MAJOR, lambda ct, x: [ct], _identity, _row_major_on_cuda)
+ad.primitive_jvps[MATERIALIZED] = _jvp

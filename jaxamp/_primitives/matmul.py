@@ -2,14 +2,15 @@
 
     mixed(x, w) = base(low(x), low(w))        in the compute dtype, accumulated in float32
 
-The law: the derivative by a low operand is low, that by a float32 operand is float32, and both come out of a matmul of
-low operands. Rounding a float32 weight before a plain matmul would round its gradient too.
+The law: the derivative by a low operand is low, the derivative by a float32 operand is float32, and both come out of a
+matmul of low operands. Rounding a float32 weight before a plain matmul would round its gradient too.
 
-Each is a primitive of its own, bilinear as its base is, so that forward mode, second order and `vmap` work. Rules are
-those of the base primitive with the matmul in them replaced. When it is differentiated, the forward pass is the plain
-base: policies of `jax.checkpoint` that know matmuls by name know it.
+Each base primitive gets a mixed form, bilinear as the base is, so that forward mode, second order and `vmap` work. Its
+rules are those of the base, with the matmul in them replaced. When it is differentiated, the forward pass is the plain
+base, which the user's `jax.checkpoint` policies know by name.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,56 +21,36 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, mlir
 
-from .._compat import Literal, Primitive, apply_primitive, batching_rules, consts_of, open_jaxpr
-from .._jaxpr import bind_primitive
-from .._traits.table import MATMULS
+from .._compat import Primitive, apply_primitive, batching_rules
+from .._jaxpr import bind, bind_primitive, evaluate
+from .._traits import declare, traits_of
 
-_MIXED: dict[str, Primitive] = {}  # base primitive's name -> ours
+_MIXED: dict[Primitive, Primitive] = {}  # base primitive -> ours
 
 
 def is_mixed(primitive: Primitive) -> bool:
-    """Whether a primitive is one of those defined here."""
-    return _MIXED.get(primitive.name.removeprefix("mixed_")) is primitive
+    """Whether a primitive is the mixed form of another."""
+    return primitive in _MIXED.values()
 
 
 def has_mixed(primitive: Primitive) -> bool:
     """Whether there is a mixed form of a primitive."""
-    return primitive.name in MATMULS
+    return traits_of(primitive).matmul and not is_mixed(primitive)
 
 
 def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], compute_dtype: np.dtype) -> Any:
-    """Bind the mixed form of `base`; operands are in the compute dtype, or in float32.
+    """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
-    Low operands and a float32 result are a mixed matmul too: of those the CPU needs to know.
+    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
     dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
     if all(dtype == compute_dtype for dtype in dtypes):
         return bind_primitive(base, *operands, **params)
-    if base.name not in _MIXED:
-        _MIXED[base.name] = _define(base)
-    return bind_primitive(_MIXED[base.name], *operands, compute_dtype=compute_dtype, **params)
-
-
-def with_operands_swapped(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a `dot_general` of the same operands, the second one first."""
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    return {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
-
-
-def order_when_swapped(eqn: Any) -> tuple[int, ...] | None:
-    """Where the axes of a `dot_general` are found in its result once the operands are swapped; None: don't swap them.
-
-    A layer that is mapped over tokens, `vmap(lambda x: weight @ x)`, is a matmul with the weight first and the tokens
-    last, and a transpose of its result.
-    """
-    if eqn.primitive is not lax.dot_general_p or eqn.params.get("out_sharding") is not None:
-        return None
-    (left, _), (batch, _) = eqn.params["dimension_numbers"]
-    rank, before = eqn.outvars[0].aval.ndim, len(batch)
-    after = before + eqn.invars[0].aval.ndim - len(left) - before
-    return (*range(before), *range(after, rank), *range(before, after))
+    if base not in _MIXED:
+        _MIXED[base] = _define(base)
+    return bind_primitive(_MIXED[base], *operands, compute_dtype=compute_dtype, **params)
 
 
 def _low(x: Any, dtype: np.dtype) -> Any:
@@ -79,6 +60,12 @@ def _low(x: Any, dtype: np.dtype) -> Any:
 def _define(base: Primitive) -> Primitive:
     """The mixed form of a bilinear primitive. Operands after the first two are not differentiated."""
     own = Primitive(f"mixed_{base.name}")
+    declare(
+        own,
+        dataclasses.replace(
+            traits_of(base), shown_as=base.name, multiplies_in=lambda params: params["compute_dtype"]
+        ),
+    )
 
     def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any) -> Any:
         return base.bind(_low(x, compute_dtype), _low(w, compute_dtype), *rest, **params)
@@ -154,24 +141,12 @@ def _batch(
 def _with_mixed(
     base: Primitive, rule: Callable[..., Any], operands: Sequence[Any], like: Sequence[Any], compute_dtype: np.dtype
 ) -> Any:
-    """Run a rule of the base, traced on operands as `like`, on `operands`, with our primitive in place of the base.
+    """Run a rule of the base, traced on operands like `like`, on `operands`, with our primitive in place of the base.
 
-    What else is in such a rule moves entries, in any dtype.
+    All other operations of such a rule move entries, in any dtype.
     """
-    closed = jax.make_jaxpr(rule)(*like)
-    jaxpr = open_jaxpr(closed)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
-    env.update(zip(jaxpr.invars, operands, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        return [mixed(base, ins, eqn.params, compute_dtype)] if eqn.primitive is base else bind(eqn, ins)
 
-    for eqn in jaxpr.eqns:
-        ins = [read(v) for v in eqn.invars]
-        if eqn.primitive is base:
-            outs = [mixed(base, ins, eqn.params, compute_dtype)]
-        else:
-            out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-            outs = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(jaxpr.outvars[0])
+    return evaluate(jax.make_jaxpr(rule)(*like), operands, apply)[0]

@@ -1,0 +1,59 @@
+"""The keys of a policy that matched nothing."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._plan.plan import Plan, Step
+from .._policy.lookup import Key
+from .._policy.toml import load_policy, presets
+from .._transform.amp import plan_call
+from .._transform.call import split_call
+from .._transform.options import Options, PolicyLike, check_function, check_options
+
+
+def unmatched_keys(
+    fn: Callable[..., Any], *, compute_dtype: Any = jnp.float16, amp_policy: PolicyLike = "default"
+) -> Callable[..., list[Key]]:
+    """The keys of a policy that matched no operation of `fn`, as a function of `fn`'s arguments.
+
+    This finds a scope's name that is misspelt, or that a library has changed. Keys that come with a preset are left
+    out. Nothing is computed, and a `jax.ShapeDtypeStruct` will do for an array.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> policy = jaxamp.default_amp_policy | {"atention": jaxamp.use_original_precision}
+    >>> unmatched_keys(lambda x: x @ x, amp_policy=policy)(jnp.ones((2, 2)))
+    ['atention']
+    """
+    check_function("unmatched_keys", fn)
+    options = check_options(compute_dtype, amp_policy)
+
+    def keys(*args: Any, **kwargs: Any) -> list[Key]:
+        call, arrays = split_call(fn, args, kwargs)
+        return unmatched(options, steps_of(plan_call(options, call, arrays).plan))
+
+    return keys
+
+
+def steps_of(plan: Plan) -> Iterator[Step]:
+    """The steps of a plan and of the plans inside of it, each once: a function that is called often has one plan."""
+    seen: set[int] = set()
+    waiting = [plan]
+    while waiting:
+        plan = waiting.pop()
+        if id(plan) not in seen:
+            seen.add(id(plan))
+            yield from plan.steps
+            waiting += (body for step in plan.steps for body in step.bodies)
+
+
+def unmatched(options: Options, steps: Iterable[Step]) -> list[Key]:
+    """The keys of a policy that are not a preset's, and that no step was found under."""
+    found: set[Key] = {step.found.key for step in steps}
+    ours = [load_policy(name) for name in presets()]
+    return [
+        key
+        for key, rule in options.policy.items()
+        if key not in found and not any(preset.get(key) == rule for preset in ours)
+    ]

@@ -1,0 +1,111 @@
+"""Let a bias and the matmul before it share one cotangent.
+
+The cotangent of a sum with something that is repeated, such as a bias, goes two ways: it is summed for the bias, and it
+is the cotangent of an operation that runs low. Both read one array, rounded once. And an operand that is repeated along
+an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from .._compat import Literal
+from .._formats import Format, cast, float_dtype
+from .._plan.classify import Mode
+from .._plan.plan import Environment, Part, Plan, Runner, map_steps
+from .._primitives.barriers import materialize_cotangent
+from .._traits import traits_of
+
+
+def share_cotangents(plan: Plan) -> Plan:
+    """Run operations that repeat an operand such that the cotangents of both are one array."""
+    if not plan.touched:
+        return plan
+    found = {
+        i
+        for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True))
+        if traits_of(eqn.primitive).broadcasts and step.mode is not Mode.RULE and any(map(_is_repeated(eqn), eqn.invars))
+    }
+    if not found:
+        return plan
+    return plan._replace(parts=map_steps(plan.parts, lambda i: SharedCotangent((i,)) if i in found else i))
+
+
+def _is_repeated(eqn: Any) -> Any:
+    shape = eqn.outvars[0].aval.shape
+    return lambda v: not isinstance(v, Literal) and v.aval.shape != shape and float_dtype(v.aval) is not None
+
+
+class SharedCotangent(NamedTuple):
+    """One operation that repeats an operand along an axis."""
+
+    parts: tuple[Part, ...]
+
+    def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
+        return self._replace(parts=parts)
+
+    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
+        (i,) = self.parts
+        assert isinstance(i, int)
+        eqn, step, low = plan.eqns[i], plan.steps[i], plan.setting.formats.low
+        with runner.at(plan, i):
+            operands = [
+                _operand(env, eqn, v, format_, low) for v, format_ in zip(eqn.invars, step.reads, strict=True)
+            ]
+            outs = runner.operate(plan, i, operands)
+            if traits_of(eqn.primitive).sum:
+                free = runner.in_recomputation and not step.is_pinned
+                outs = _with_one_cotangent(env, eqn, step.reads, outs, low, free)
+            for (var, value), x in zip(plan.values_of(i), outs, strict=True):
+                env.write(var, cast(x, value.dtype), value)
+
+
+def _operand(env: Environment, eqn: Any, atom: Any, format_: Format | None, low: Format) -> Any:
+    """An operand in the format in which it is read, repeated before it is rounded."""
+    if not _is_repeated(eqn)(atom):
+        return env.read(atom, format_)
+    x, shape = env.read(atom), eqn.outvars[0].aval.shape
+    first = _first_kept_axis(x.shape, shape)
+    assert format_ is not None
+    rounded = x.dtype == np.float32 and format_.low
+    is_table = first is not None and first < x.ndim - 1  # such as one of positions
+    if x.dtype == format_.dtype and not is_table:
+        return x
+    x = lax.broadcast_in_dim(x, shape, range(x.ndim))
+    if is_table or (rounded and not traits_of(eqn.primitive).sum):
+        x = materialize_cotangent(x, low.dtype if rounded else x.dtype, row_major=first is not None)
+    return cast(x, format_.dtype)
+
+
+def _with_one_cotangent(
+    env: Environment,
+    eqn: Any,
+    reads: Sequence[Format | None],
+    outs: Sequence[Any],
+    low: Format,
+    free: bool,
+) -> Sequence[Any]:
+    """The results of a sum. If one operand is repeated and the other is low, both get the same rounded cotangent.
+
+    `free`: the sum itself may be in float32, because it is computed again from low operands.
+    """
+    shape = eqn.outvars[0].aval.shape
+    for atom, other, format_ in zip(eqn.invars, eqn.invars[::-1], reads, strict=True):
+        if any(isinstance(v, Literal) or env.format_of(v) is None for v in (atom, other)):
+            continue
+        mine, others = env.format_of(atom), env.format_of(other)
+        assert mine is not None and others is not None
+        repeated = mine.dtype == np.float32 and atom.aval.shape != shape
+        if repeated and ((format_ is not None and format_.low) or (free and others.low)):
+            row_major = _first_kept_axis(atom.aval.shape, shape) is not None
+            readers = (env.read(atom), env.read(other))
+            return [materialize_cotangent(out, low.dtype, row_major, readers) for out in outs]
+    return outs
+
+
+def _first_kept_axis(shape: Sequence[int], result: Sequence[int]) -> int | None:
+    """The axis from which on an operand has the shape of the result, if it is repeated along all axes before."""
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return first if 0 < first < len(shape) and tuple(shape[first:]) == tuple(result[first:]) else None

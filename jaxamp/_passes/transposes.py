@@ -1,0 +1,73 @@
+"""Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in.
+
+A layer that is mapped over tokens, `vmap(lambda x: weight @ x)`, is a matmul with the weight first and the tokens last,
+and a transpose of its result. With the operands swapped, the transpose has nothing to do. A matrix times a vector has no
+axes to order; its operands are swapped too, so that `vmap` from outside puts the mapped axis first, where activations
+have it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from .._plan.classify import Mode
+from .._plan.plan import Operation, Plan, Step
+from .._plan.planner import pass_operands
+from .._plan.reasons import Reason, Why
+from .._policy.rules import Replacement
+
+
+def fold_transposes(plan: Plan) -> Plan:
+    """Swap the operands of low matmuls where that makes a transpose superfluous."""
+    matmuls = [i for i, step in enumerate(plan.steps) if step.mode is Mode.LOW and _is_swappable(plan.eqns[i], step)]
+    readers = plan.readers() if matmuls else {}
+    changed: dict[int, Step] = {}
+    for i in matmuls:
+        eqn, step, order = plan.eqns[i], plan.steps[i], _order_when_swapped(plan.eqns[i])
+        if order == tuple(range(len(order))):
+            if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:
+                changed[i] = _swapped(eqn, step, order)
+            continue
+        found = readers.get(eqn.outvars[0], [])
+        if len(found) != 1 or found[0].place == len(plan.steps):
+            continue
+        place = found[0].place
+        reader, after = plan.eqns[place], plan.steps[place]
+        if (
+            reader.primitive is lax.transpose_p
+            and tuple(reader.params["permutation"]) == order
+            and after.reads[0] == step.outs[0].format
+        ):
+            changed[i] = _swapped(eqn, step, order)
+            changed[place] = after._replace(operation=pass_operands, reason=Reason(Why.FOLDED), touched=True)
+    return plan.with_steps(changed)
+
+
+def _is_swappable(eqn: Any, step: Step) -> bool:
+    """A rule that gives the matmul another body may tell activations from weights by their places."""
+    is_plain = eqn.primitive is lax.dot_general_p and eqn.params.get("out_sharding") is None
+    return is_plain and not isinstance(step.found.rule, Replacement)
+
+
+def _order_when_swapped(eqn: Any) -> tuple[int, ...]:
+    """Where the axes of a `dot_general` are found in its result once the operands are swapped."""
+    (left, _), (batch, _) = eqn.params["dimension_numbers"]
+    rank, before = eqn.outvars[0].aval.ndim, len(batch)
+    after = before + eqn.invars[0].aval.ndim - len(left) - before
+    return (*range(before), *range(after, rank), *range(before, after))
+
+
+def _swapped(eqn: Any, step: Step, order: tuple[int, ...]) -> Step:
+    params = step.params or eqn.params
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    params = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
+    assert step.operation is not None
+    return step._replace(params=params, operation=_on_swapped(step.operation), order=order)
+
+
+def _on_swapped(operation: Operation) -> Operation:
+    def swapped(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+        return operation(eqn, operands[::-1], params)
+
+    return swapped

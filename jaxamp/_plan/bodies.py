@@ -1,0 +1,86 @@
+"""Where the bodies of a higher-order equation are: which operand goes into which variable of which jaxpr, and which
+result comes out of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .._compat import Jaxpr, scan_counts
+
+
+class Body(NamedTuple):
+    """A jaxpr in an equation's parameters: `params[param]`, or its item `item`."""
+
+    jaxpr: Jaxpr
+    operands: Sequence[int]  # the operand of the equation behind each of its invars
+    results: Sequence[int]  # the result of the equation behind each of its outvars; empty: none
+    param: str = "jaxpr"
+    item: int | None = None
+
+
+class Entry(NamedTuple):
+    """The inside of a higher-order equation."""
+
+    bodies: tuple[Body, ...]
+    carries: tuple[tuple[int, int], ...] = ()  # (operand, result) pairs that a loop passes on
+    lazy: bool = False  # a user's derivative rules hang on it, which run only when it is differentiated
+    times: int = 1  # how often the bodies run, where that is known: rounds of a scan, devices of a `shard_map`
+
+
+Describe = Callable[[Any], Entry]
+
+
+def with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation with other jaxprs for its bodies."""
+    params = dict(eqn.params)
+    for body, jaxpr in zip(entry.bodies, jaxprs, strict=True):
+        if body.item is None:
+            params[body.param] = jaxpr
+        else:
+            items = enumerate(params[body.param])
+            params[body.param] = tuple(jaxpr if i == body.item else old for i, old in items)
+    return params
+
+
+def _one_to_one(eqn: Any, param: str) -> Body:
+    if param not in eqn.params:
+        raise ValueError(
+            f"{eqn.primitive} is registered with its jaxpr in the parameter {param!r}; expected one of its parameters: "
+            f"{', '.join(eqn.params)}. Write register_higher_order(primitive, 'the right one')."
+        )
+    return Body(eqn.params[param], range(len(eqn.invars)), range(len(eqn.outvars)), param)
+
+
+def call(param: str, lazy: bool = False) -> Describe:
+    return lambda eqn: Entry((_one_to_one(eqn, param),), lazy=lazy)
+
+
+def describe_cond(eqn: Any) -> Entry:
+    operands, results = range(1, len(eqn.invars)), range(len(eqn.outvars))
+    return Entry(
+        tuple(Body(branch, operands, results, "branches", i) for i, branch in enumerate(eqn.params["branches"]))
+    )
+
+
+def describe_scan(eqn: Any) -> Entry:
+    consts, carry = scan_counts(eqn.params)
+    carries = tuple((consts + i, i) for i in range(carry))
+    return Entry((_one_to_one(eqn, "jaxpr"),), carries, times=eqn.params["length"])
+
+
+def describe_shard_map(eqn: Any) -> Entry:
+    devices = math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return Entry((_one_to_one(eqn, "jaxpr"),), times=devices)
+
+
+def describe_while(eqn: Any) -> Entry:
+    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = cond_consts + body_consts
+    carry = range(first, len(eqn.invars))
+    return Entry(
+        (
+            Body(eqn.params["cond_jaxpr"], (*range(cond_consts), *carry), (), "cond_jaxpr"),
+            Body(eqn.params["body_jaxpr"], (*range(cond_consts, first), *carry), range(len(carry)), "body_jaxpr"),
+        ),
+        tuple((operand, operand - first) for operand in carry),
+    )

@@ -1,0 +1,339 @@
+"""Making plans: the format in which each equation of a jaxpr reads its operands, and in which each result is held.
+
+A classified jaxpr (`classify.py`) is read twice more:
+
+1. `_wants`, backwards: which values only float32 operations read. Rounding them first would gain nothing.
+2. `_plan`, forwards: the formats.
+
+Then the passes are run over the plan. Nested jaxprs are planned for the formats that their operands are held in, so
+that a `jit` or a `custom_jvp` between two matmuls costs no cast.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
+from .._formats import Format, float_dtype
+from .._jaxpr import Memo
+from .._policy.rules import Replacement, lowered_params, use_original_precision
+from .._primitives.matmul import has_mixed, mixed
+from .._traits import traits_of
+from .bodies import Entry
+from .classify import Classifier, Decision, Mode, Path
+from .plan import Operation, Plan, Setting, Step, only_returned
+from .reasons import Reason, Why
+from .sensitivity import FREE, LOW, Sensitivity, Value, sensitivity_of_constant
+from .user_rules import apply_replacement, apply_rule, results_of_rule
+
+PlanPass = Callable[[Plan], Plan]
+
+
+class Planner:
+    """Makes plans, with a memory that lasts for one trace."""
+
+    def __init__(self, classifier: Classifier, setting: Setting, passes: Sequence[PlanPass] = ()):
+        self.classifier = classifier
+        self.setting = setting
+        self.formats = setting.formats
+        self._passes = passes if self.formats.narrows else ()
+        self._plans = Memo()
+        self._wanted = Memo()
+
+    def fresh(self) -> "Planner":
+        """A planner without this one's memory."""
+        return Planner(Classifier(self.classifier.lookup, self.formats), self.setting, self._passes)
+
+    # -- 1. backwards: what is wanted wide
+
+    def _wants(self, jaxpr: Jaxpr, decisions: list[Decision], outs: Sequence[bool], path: Path) -> dict[Var, bool]:
+        """For each variable: do only float32 operations read it?"""
+        wants: dict[Var, bool] = {}
+
+        def demand(atom: Any, wide: bool) -> None:
+            if not isinstance(atom, Literal):
+                wants[atom] = wants.get(atom, True) and wide
+
+        jaxpr = open_jaxpr(jaxpr)
+        for atom, wide in zip(jaxpr.outvars, outs, strict=True):
+            demand(atom, wide)
+        for eqn, decision in zip(reversed(jaxpr.eqns), reversed(decisions), strict=True):
+            results = [wants.get(v, True) for v in eqn.outvars]
+            for atom, wide in zip(eqn.invars, self._demands(eqn, decision, results, path), strict=True):
+                if float_dtype(atom.aval) is not None:
+                    demand(atom, wide)
+        return wants
+
+    def _demands(self, eqn: Any, decision: Decision, results: list[bool], path: Path) -> list[bool]:
+        """For each operand: does this equation want it wide, if its results are wanted so?"""
+        match decision.mode:
+            case Mode.AS_WRITTEN | Mode.CONSTANT:
+                return [True] * len(eqn.invars)
+            case Mode.LOW | Mode.RULE:
+                return [False] * len(eqn.invars)
+            case Mode.FOLLOW | Mode.WIDEST | Mode.ALIAS:  # they want what their results are wanted as
+                floats = [r for r, v in zip(results, eqn.outvars, strict=True) if float_dtype(v.aval) is not None]
+                narrows = decision.mode is Mode.ALIAS and not self.formats.may_lower(eqn.outvars[0])
+                return [all(floats) and not narrows] * len(eqn.invars)
+            case Mode.EACH:
+                return results
+            case Mode.BUFFER:
+                return [decision.outs[0] is not LOW] * len(eqn.invars)
+            case Mode.ENTER:
+                return self._demands_of_bodies(eqn, decision, results, path)
+
+    def _demands_of_bodies(self, eqn: Any, decision: Decision, results: list[bool], path: Path) -> list[bool]:
+        assert decision.entry is not None
+        inner = path + scopes(eqn.source_info.name_stack)
+        wide = [True] * len(eqn.invars)
+        results = _wanted_results(decision.entry, decision.outs, results)
+        for body, ins in zip(decision.entry.bodies, decision.bodies, strict=True):
+            wants = self._wants_of_body(body.jaxpr, ins, [results[r] for r in body.results], inner)
+            for operand, var in zip(body.operands, open_jaxpr(body.jaxpr).invars, strict=True):
+                wide[operand] &= wants.get(var, True)
+        for operand, result in decision.entry.carries:
+            wide[operand] = decision.outs[result] is not LOW
+        return wide
+
+    def _wants_of_body(
+        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], outs: Sequence[bool], path: Path
+    ) -> dict[Var, bool]:
+        decisions, _ = self.classifier.read(jaxpr, ins, path)
+        wanted = tuple(outs) or (True,) * len(open_jaxpr(jaxpr).outvars)
+        return self._wanted.get(jaxpr, (ins, wanted, path), lambda: self._wants(jaxpr, decisions, wanted, path))
+
+    # -- 2. forwards: the plan
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: Sequence[Value],
+        outs_wanted: Sequence[bool],
+        path: Path,
+        returned: Sequence[bool] = (),
+    ) -> Plan:
+        """Plan `jaxpr` for operands `ins`.
+
+        `outs_wanted`: which results only float32 operations read; `returned`: which are results of the function.
+        """
+        key = (tuple(ins), tuple(outs_wanted), path, tuple(returned))
+        return self._plans.get(jaxpr, key, lambda: self._plan(jaxpr, *key))
+
+    def _plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: tuple[Value, ...],
+        outs_wanted: Sequence[bool],
+        path: Path,
+        returned: tuple[bool, ...],
+    ) -> Plan:
+        decisions, _ = self.classifier.read(jaxpr, tuple(v.sensitivity for v in ins), path)
+        wants = self._wants(jaxpr, decisions, outs_wanted, path)
+        body = open_jaxpr(jaxpr)
+        env = {var: Value(s, self.formats.of_aval(var.aval)) for var, s in self.classifier.of_constants(jaxpr).items()}
+        env.update(zip(body.invars, ins, strict=True))
+
+        def read(atom: Any) -> Value:
+            return Value(FREE, self.formats.of_aval(atom.aval)) if isinstance(atom, Literal) else env[atom]
+
+        steps, through = [], only_returned(body, returned) if any(returned) else set()
+        for eqn, decision in zip(body.eqns, decisions, strict=True):
+            wanted = [wants.get(v, True) for v in eqn.outvars]
+            results = [v in through for v in eqn.outvars]
+            step = self._step(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
+            env.update(zip(eqn.outvars, step.outs, strict=True))
+            steps.append(step)
+        _name_readers(body, steps)
+        touched = any(s.touched for s in steps) or any(
+            value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
+        )
+        outs, parts = tuple(read(v) for v in body.outvars), tuple(range(len(steps)))
+        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, returned)
+        return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
+
+    def _step(
+        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+    ) -> Step:
+        """The step of an equation, from the decision on it and the formats that its operands are held in."""
+        mode, outs, reason = decision.mode, decision.outs, decision.reason
+        original = tuple(self.formats.of_aval(v.aval) for v in eqn.invars)
+
+        def step(
+            reads: Sequence[Format | None],
+            values: Sequence[Value],
+            params: dict[str, Any] | None = None,
+            operation: Operation | None = None,
+        ) -> Step:
+            touched = mode in (Mode.RULE, Mode.LOW) or tuple(reads) != original
+            return Step(
+                mode, tuple(reads), tuple(values), params, reason, decision.found, touched, operation=operation
+            )
+
+        def written() -> Step:
+            return step(original, [Value(s, self.formats.of_aval(v.aval)) for s, v in zip(outs, eqn.outvars)])
+
+        def low() -> Step:
+            reads = [self._lowered(v) for v in eqn.invars]
+            values = [Value(s, self._lowered(v)) for s, v in zip(outs, eqn.outvars, strict=True)]
+            return step(reads, values, lowered_params(eqn.params, self.formats.compute_dtype))
+
+        held_low = [
+            v.is_low
+            for v, a in zip(ins, eqn.invars, strict=True)
+            if not isinstance(a, Literal) and v.format is not None
+        ]
+        match mode:
+            case Mode.AS_WRITTEN | Mode.CONSTANT:
+                return written()
+            case Mode.LOW:
+                return self._low_step(eqn, decision, ins, low())
+            case Mode.FOLLOW:
+                wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
+                held_wide = any(v.sensitivity is LOW and not v.is_low for v in ins)
+                if wide and (held_wide or not traits_of(eqn.primitive).moves):
+                    reason = Reason(Why.READ_ONLY_BY)
+                    return written()
+                return low()
+            case Mode.WIDEST:
+                representable = all(
+                    sensitivity_of_constant(a.val, self.formats.compute_dtype) is FREE
+                    for a in eqn.invars
+                    if isinstance(a, Literal)
+                )
+                return low() if held_low and all(held_low) and representable else written()
+            case Mode.EACH:
+                rounds = not traits_of(eqn.primitive).moves
+                formats = [f if rounds and w else v.format for v, f, w in zip(ins, original, wanted, strict=True)]
+                return step(formats, [Value(s, f) for s, f in zip(outs, formats, strict=True)])
+            case Mode.BUFFER:
+                return low() if held_low[:1] == [True] else written()
+            case Mode.ALIAS:
+                reads = ins[0].format if ins[0].is_low else original[0]
+                assert original[0] is not None
+                same = eqn.params["new_dtype"] == original[0].dtype
+                held = reads if same else self.formats.of(np.dtype(eqn.params["new_dtype"]))
+                return step([reads], [Value(outs[0], held)], operation=pass_operands)
+            case Mode.RULE:
+                values = results_of_rule(decision.found.rule, self.formats, eqn, ins)
+                return step([None] * len(ins), values, operation=self._by_users_rule(decision))
+            case Mode.ENTER:
+                return self._step_into(eqn, decision, ins, wanted, returned, path)
+
+    def _lowered(self, atom: Any) -> Format | None:
+        return self.formats.low if self.formats.may_lower(atom) else self.formats.of_aval(atom.aval)
+
+    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step) -> Step:
+        """A step that runs low. `step` reads all floats low, and has all float results low."""
+        takes_part = traits_of(eqn.primitive).takes_part
+        if takes_part is not None:
+            part, _ = takes_part(eqn.params)
+            reads = [r if own else v.format for own, r, v in zip(part, step.reads, ins, strict=True)]
+            avals = [
+                v.aval if f is None else v.aval.update(dtype=f.dtype) for f, v in zip(reads, eqn.invars, strict=True)
+            ]
+            results, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+            outs = [Value(s, self.formats.of_aval(aval)) for s, aval in zip(decision.outs, results, strict=True)]
+            step = step._replace(reads=tuple(reads), outs=tuple(outs), params=None)
+        elif has_mixed(eqn.primitive):  # a float32 parameter is rounded inside, so that its gradient is not
+            original = (self.formats.of_aval(v.aval) for v in eqn.invars)
+            inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
+            reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
+            step = step._replace(reads=tuple(reads), operation=self._mixed)
+        if isinstance(decision.found.rule, Replacement):
+            return self._replaced(decision.found.rule, step)
+        return step
+
+    def _mixed(self, eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        return [mixed(eqn.primitive, operands, params, self.formats.compute_dtype)]
+
+    def _replaced(self, rule: Replacement, step: Step) -> Step:
+        """A step with the body that a rule of the policy gives it. The results are held in the planned dtypes."""
+
+        def operation(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+            return apply_replacement(rule, self.formats.compute_dtype, eqn, operands, params)
+
+        return step._replace(operation=operation, format=rule.format)
+
+    def _by_users_rule(self, decision: Decision) -> Operation:
+        rule, dtype = decision.found.rule, self.formats.compute_dtype
+        return lambda eqn, operands, params: apply_rule(rule, dtype, eqn, operands)
+
+    def _step_into(
+        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+    ) -> Step:
+        """The step of a higher-order equation, with the plans of its bodies."""
+        assert decision.entry is not None
+        entry, inner = decision.entry, path + scopes(eqn.source_info.name_stack)
+        reads = [v.format for v in ins]
+        carried = {}
+        for operand, result in entry.carries:
+            carried[result] = self.classifier.value(decision.outs[result], eqn.invars[operand].aval)
+            reads[operand] = carried[result].format
+        wanted = _wanted_results(entry, decision.outs, wanted)
+        plain_call = traits_of(eqn.primitive).plain_call
+        plans = []
+        for body, sensitivities in zip(entry.bodies, decision.bodies, strict=True):
+            values = [Value(s, reads[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
+            outs_wanted = [wanted[r] for r in body.results] or [True] * len(open_jaxpr(body.jaxpr).outvars)
+            through = [returned[r] for r in body.results] if plain_call else ()
+            plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through))
+        outs = []
+        for result, (var, sensitivity) in enumerate(zip(eqn.outvars, decision.outs, strict=True)):
+            formats = {
+                plan.outs[i].format
+                for body, plan in zip(entry.bodies, plans, strict=True)
+                for i, r in enumerate(body.results)
+                if r == result
+            }
+            if result in carried:
+                outs.append(carried[result])
+            elif len(formats) == 1:
+                outs.append(Value(sensitivity, formats.pop()))
+            elif wanted[result]:
+                outs.append(Value(sensitivity, self.formats.of_aval(var.aval)))
+            else:
+                outs.append(self.classifier.value(sensitivity, var.aval))
+        found = decision.found
+        inert = self.classifier.lookup.inert or (isinstance(found.key, str) and found.rule is use_original_precision)
+        touched = (
+            any(plan.touched for plan in plans)
+            or any(f != self.formats.of_aval(v.aval) for f, v in zip(reads, eqn.invars, strict=True))
+            or (entry.lazy and not inert)
+        )
+        return Step(
+            Mode.ENTER, tuple(reads), tuple(outs), None, decision.reason, found, touched, entry, tuple(plans)
+        )
+
+
+def pass_operands(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    """The operation of a step that has nothing to do."""
+    return operands
+
+
+def _name_readers(jaxpr: Jaxpr, steps: list[Step]) -> None:
+    """Say in the reasons of what only float32 operations read, which these are."""
+    waiting = {
+        v: i for i, step in enumerate(steps) if step.reason == Reason(Why.READ_ONLY_BY) for v in jaxpr.eqns[i].outvars
+    }
+    names: dict[int, dict[str, None]] = {i: {} for i in waiting.values()}
+    for eqn in jaxpr.eqns if waiting else ():
+        for v in eqn.invars:
+            if not isinstance(v, Literal) and v in waiting:
+                names[waiting[v]][eqn.primitive.name] = None
+    for i, found in names.items():
+        steps[i] = steps[i]._replace(reason=Reason(Why.READ_ONLY_BY, tuple(found)))
+
+
+def _wanted_results(entry: Entry, outs: Sequence[Sensitivity], wanted: Sequence[bool]) -> list[bool]:
+    """How a body's results are wanted: a carry in its dtype, a stacked result as small as it can be."""
+    if not entry.carries:
+        return list(wanted)
+    carried = {result: outs[result] is not LOW for _, result in entry.carries}
+    return [carried.get(result, False) for result in range(len(wanted))]
+
+
+def _is_parameter(value: Value, atom: Any) -> bool:
+    """Whether it may be differentiated in float32: an input or a parameter, held as it came."""
+    return value.sensitivity is FREE and value.dtype == np.float32 and not isinstance(atom, Literal)

@@ -1,0 +1,66 @@
+"""Looking up the rule of an operation.
+
+The outermost active scope that has a key wins; at one scope the pair comes before the name, and the name before the
+glob; else the primitive; else `"amp_default"`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._compat import Primitive
+from .._traits import traits_of
+from .rules import ByTarget, Rule, use_original_precision
+from .scopes import is_glob, matches
+
+Key = Any  # Primitive | str | tuple[str, Primitive]
+Policy = Mapping[Key, Rule]
+
+# Scopes that pin full precision by default; the last is also the key of every operation that has no other.
+PINS: Policy = dict.fromkeys(("amp_stop", "amp_step", "amp_default"), use_original_precision)
+
+
+class Found(NamedTuple):
+    """The rule of an operation and the key that it was found under (None: no key, the default)."""
+
+    rule: Rule
+    key: Key
+
+
+class Lookup:
+    """A policy for one compute dtype, ready to be asked."""
+
+    def __init__(self, policy: Policy, compute_dtype: np.dtype):
+        def resolved(rule: Rule) -> Rule:
+            return rule.resolve(compute_dtype) if isinstance(rule, ByTarget) else rule
+
+        self._rules: dict[Key, Rule] = {k: resolved(r) for k, r in {**PINS, **policy}.items()}
+        scoped = [key for key in self._rules if not isinstance(key, Primitive)]
+        self._globs = [key for key in scoped if is_glob(key if isinstance(key, str) else key[0])]
+        self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
+        self.inert = all(rule is use_original_precision for rule in self._rules.values())
+
+    def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:
+        """The rule for `primitive` inside the named scopes `path`, outermost first."""
+        found = self._found.get((path, primitive))
+        if found is None:
+            found = self._found[path, primitive] = self._find(path, primitive)
+        return found
+
+    def _find(self, path: tuple[str, ...], primitive: Primitive) -> Found:
+        primitive = traits_of(primitive).policy_key or primitive
+        for depth in range(1, len(path) + 1):
+            for key in self._keys_at(path[:depth], primitive):
+                return Found(self._rules[key], key)
+        if primitive in self._rules:
+            return Found(self._rules[primitive], primitive)
+        return Found(self._rules["amp_default"], None)
+
+    def _keys_at(self, path: tuple[str, ...], primitive: Primitive) -> Iterable[Key]:
+        scope = path[-1]
+        yield from (key for key in ((scope, primitive), scope) if key in self._rules)
+        globs = [key for key in self._globs if isinstance(key, str) or key[1] is primitive]
+        for key in sorted(globs, key=lambda key: isinstance(key, str)):
+            if matches(key if isinstance(key, str) else key[0], path):
+                yield key

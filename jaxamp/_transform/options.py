@@ -1,0 +1,76 @@
+"""The options of `amp`, checked at the call that gives them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import nearest
+from .._passes import JAXPR_PASSES, PLAN_PASSES
+from .._plan.residuals import Keep
+from .._policy.lookup import Lookup, Policy
+from .._policy.toml import load_policy
+
+PolicyLike = Policy | str | Any  # Any: os.PathLike
+
+
+class Options(NamedTuple):
+    """What `amp` was asked for."""
+
+    compute_dtype: np.dtype
+    policy: Policy
+    lookup: Lookup
+    keep: Keep
+    disable_passes: tuple[str, ...] = ()
+
+    def enabled(self, passes: Sequence[Any]) -> list[Any]:
+        """The passes of a list that are not disabled."""
+        return [run for run in passes if run.__name__ not in self.disable_passes]
+
+
+def check_options(
+    compute_dtype: Any, amp_policy: PolicyLike, keep: Keep = "auto", disable_passes: Sequence[str] = ()
+) -> Options:
+    """The options of `amp`, or an error that says what to write instead."""
+    try:
+        dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)  # numpy takes None for float64
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise TypeError(
+            f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits. "
+            "Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
+        )
+    if not isinstance(keep, str) or keep not in get_args(Keep):
+        raise ValueError(
+            f"keep is {keep!r}; expected one of {', '.join(map(repr, get_args(Keep)))}. Write keep='matmuls' to keep "
+            "little for the backward pass, or leave it out."
+        )
+    policy = load_policy(amp_policy)
+    return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes))
+
+
+def _check_passes(names: Any) -> tuple[str, ...]:
+    known = [run.__name__ for run in (*JAXPR_PASSES, *PLAN_PASSES)]
+    if isinstance(names, str) or not isinstance(names, Sequence | set | frozenset):
+        raise TypeError(
+            f"disable_passes is {names!r}, of type {type(names).__name__}; expected a sequence of names of passes. "
+            f"Write for example disable_passes=['{known[-1]}']."
+        )
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"disable_passes has {name!r}; expected names of passes: {', '.join(known)}."
+                + (nearest(str(name), known) or f" Write for example disable_passes=['{known[-1]}'].")
+            )
+    return tuple(names)
+
+
+def check_function(name: str, fn: Any) -> None:
+    """Refuse what can't be called, in the words of the function `name`."""
+    if not callable(fn):
+        raise TypeError(
+            f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write jaxamp.{name}(loss_fn), "
+            f"and give the options by name: jaxamp.{name}(loss_fn, compute_dtype=jnp.bfloat16)."
+        )
