@@ -310,9 +310,9 @@ def test_options_may_stand_between_arguments(capsys, project):
     argv = ["--no-backward", f"{project}:scaled", "--dtype", "bf16", "f32[8,8]", "--limit", "1", "-1", "false"]
     code, out, _ = answer(capsys, "report", *argv)
     assert code == 0
-    assert "lines more: --limit all" in out
+    assert "more lines: --limit all" in out
     assert "dot_general'" not in out
-    assert "lines more" not in answer(capsys, "report", f"{project}:loss", *SHAPES, "--limit", "all")[1]
+    assert "more lines" not in answer(capsys, "report", f"{project}:loss", *SHAPES, "--limit", "all")[1]
 
 
 def test_report_passes_policy_and_keep_on(capsys, project, tmp_path, monkeypatch):
