@@ -39,6 +39,8 @@ def table(
     >>> columns = [Column(8, cut="left"), Column(5, align="right")]
     >>> table([("model/train.py", "3"), ("loss", "12")], columns, indent="- ")
     ['- …rain.py      3', '- loss         12']
+    >>> table([("note", "too long for the page")], width=12)
+    ['note  too l…']
     """
     rows = list(rows)
     columns = columns or [Column()] * max(map(len, rows), default=0)

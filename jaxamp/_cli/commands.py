@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._inspect.check import problems_of
+from .._inspect.check import list_problems, problems_of
 from .._inspect.report import AmpReport, amp_report
 from .._inspect.text import is_colourful
 from .._inspect.text import render as render_report
@@ -72,7 +72,7 @@ def _report(options: argparse.Namespace) -> Answer:
     text = render_report(report, limit=options.limit, colour=is_colourful(), more="--limit all")
     if not options.check or not problems:
         return Answer(data, text)
-    return Answer(data, "\n- ".join([f"{text}\n\n{report.name} is not mixed as asked:", *problems]), 1)
+    return Answer(data, f"{text}\n\n{list_problems(report.name, problems)}", 1)
 
 
 def _doctor(options: argparse.Namespace) -> Answer:

@@ -70,8 +70,8 @@ def entries_of(policy: Policy, dtype: np.dtype | None = None) -> tuple[PolicyEnt
 def differences(a: Policy, b: Policy, dtype: np.dtype | None = None) -> tuple[Difference, ...]:
     """The differences between two policies, primitives first.
 
-    A primitive that a policy does not name runs as written. So does one under the rule `float32`, and the two are not
-    told apart. They are for a primitive with a body: a policy that names it keeps `amp` out of the body as well.
+    A primitive that a policy does not name runs as written, just as under the rule `float32`, so that is not a
+    difference. For a primitive with a body it is: naming the primitive keeps `amp` out of its body.
 
     >>> from jaxamp import load_policy
     >>> found = differences(load_policy("default"), load_policy("conservative"))

@@ -37,6 +37,11 @@ def problems_of(
         yield from (f"the policy's key {key!r} matched nothing" for key in report.unmatched)
 
 
+def list_problems(name: str, problems: Iterable[str]) -> str:
+    """The text for a function that has problems, one line each."""
+    return "\n- ".join([f"{name} is not mixed as asked:", *problems])
+
+
 def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
     for glob in globs:
         if not any(matches(row.scope, glob) for row in found):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._plan.residuals import Keep
 from .._transform.amp import PolicyLike, check_function, check_options, unmatched
-from .check import problems_of
+from .check import list_problems, problems_of
 from .html import page_of
 from .kept import BytesKept
 from .location import Place
@@ -67,7 +67,7 @@ class AmpReport(ReportData):
         """
         found = list(problems_of(self, low, max_casts, max_cast_bytes, allow_unmatched, compiled))
         if found:
-            raise AssertionError("\n- ".join([f"{self.name} is not mixed as asked:", *found]))
+            raise AssertionError(list_problems(self.name, found))
 
     def plot(self, path: Any = None) -> Any:
         """Draw the FLOPs of matmuls by scope and dtype, and save the picture if a path is given.
