@@ -15,8 +15,9 @@ from backend import starts_no_backend
 from jax import lax
 
 import jaxamp
-from jaxamp._cli import main as _command
+from jaxamp._cli import commands as _commands
 from jaxamp._cli.main import main
+from jaxamp._cli.parser import make_parser, parse
 from jaxamp._cli.policies import differences
 from jaxamp._compat import primitives
 
@@ -310,9 +311,9 @@ def test_options_may_stand_between_arguments(capsys, project):
     argv = ["--no-backward", f"{project}:scaled", "--dtype", "bf16", "f32[8,8]", "--limit", "1", "-1", "false"]
     code, out, _ = answer(capsys, "report", *argv)
     assert code == 0
-    assert "lines more: --limit all" in out
+    assert "more lines: --limit all" in out
     assert "dot_general'" not in out
-    assert "lines more" not in answer(capsys, "report", f"{project}:loss", *SHAPES, "--limit", "all")[1]
+    assert "more lines" not in answer(capsys, "report", f"{project}:loss", *SHAPES, "--limit", "all")[1]
 
 
 def test_report_passes_policy_and_keep_on(capsys, project, tmp_path, monkeypatch):
@@ -328,14 +329,14 @@ def test_report_passes_policy_and_keep_on(capsys, project, tmp_path, monkeypatch
         asked.append(options)
         return jaxamp.amp_report(fn, **options)
 
-    monkeypatch.setattr(_command, "amp_report", spy)
+    monkeypatch.setattr(_commands, "amp_report", spy)
     answer(capsys, "report", f"{project}:loss", *SHAPES, "--keep", "matmuls", "--no-backward")
     assert (asked[0]["keep"], asked[0]["backward"], asked[0]["compute_dtype"]) == ("matmuls", False, "float16")
 
 
 def test_colour_is_for_terminals(capsys, project, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(_command.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     argv = ["report", f"{project}:loss", *SHAPES]
     assert "\033[" in answer(capsys, *argv)[1]
     monkeypatch.setenv("NO_COLOR", "1")
@@ -385,7 +386,7 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
     [
         (["show", "defualt"], ["show: error: got 'defualt'; expected a preset or the path", "Did you mean 'default'?"]),
         (["show", "no.toml"], ["got the path 'no.toml', where there is no file; expected", "a preset's name: conse"]),
-        (["show", "bytes.toml"], ["got the table 'bytes.toml', which is no text", "a TOML table", "as UTF-8"]),
+        (["show", "bytes.toml"], ["got the table 'bytes.toml', which is not UTF-8 text", "a TOML table", "as UTF-8"]),
         (["show", "bad.toml"], ["bad.toml, line 2: got 'compte'; expected a rule's name", "Did you mean 'compute'?"]),
         (["diff", "default", "x"], ["diff: error: got 'x'; expected a preset", "The presets are conservative"]),
         (
@@ -405,21 +406,27 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
         (["report", ":loss"], ["got the target ':loss'; expected module:function", "'package.module:function'."]),
         (
             ["report", "MOD:los"],
-            ["got the target 'MOD:los'; expected 'los' in 'MOD', which has none. Did you mean 'loss'?"],
+            ["got the target 'MOD:los', but 'MOD' has no 'los'; expected the name of a function. Did you mean 'loss'?"],
         ),
-        (["report", "MOD:zzzz"], ["expected 'zzzz' in 'MOD'", "Write the name of a function that is in 'MOD'."]),
-        (["report", "MOD:Model.squar"], ["expected 'squar' in 'MOD.Model'", "Did you mean 'square'?"]),
-        (["report", "MOD:number"], ["'MOD:number', of type int; expected a function", "you would give to jaxamp.amp"]),
+        (
+            ["report", "MOD:zzzz"],
+            ["'MOD' has no 'zzzz'; expected the name of a function", "Write one that is in 'MOD'."],
+        ),
+        (["report", "MOD:Model.squar"], ["'MOD.Model' has no 'squar'; expected", "Did you mean 'square'?"]),
+        (["report", "MOD:number"], ["'MOD:number', of type int; expected a function", "you would pass to jaxamp.amp"]),
         (
             ["report", "nomodule:f"],
-            ["got the module 'nomodule', and there is no 'nomodule'", "in the current directory"],
+            ["got the module 'nomodule', but there is no 'nomodule'", "in the current directory"],
         ),
-        (["report", "MOD.inner:f"], ["got the module 'MOD.inner', and there is no 'MOD.inner'", "as in an import"]),
+        (["report", "MOD.inner:f"], ["got the module 'MOD.inner', but there is no 'MOD.inner'", "as in an import"]),
         (
             ["report", "MOD:loss", "f32[3"],
             ["got the argument 'f32[3'; expected a shape", "Write for example 'f32[32,128]'"],
         ),
-        (["report", "MOD:loss", "@MOD:los"], ["got the target 'MOD:los'; expected 'los'", "Did you mean 'loss'?"]),
+        (
+            ["report", "MOD:loss", "@MOD:los"],
+            ["got the target 'MOD:los', but 'MOD' has no 'los'; expected", "Did you mean 'loss'?"],
+        ),
         (["report", "MOD:loss", "@MOD:a_list"], ["@MOD:a_list returned list; expected a tuple", "Write `return (x,)`"]),
         (
             ["report", "MOD:loss", "@MOD:broken_arguments"],
@@ -427,7 +434,7 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
                 "calling MOD:broken_arguments() raised TypeError: dot_general",
                 "(MOD.py:",
                 "expected a function",
-                "Mend it",
+                "Fix the error there",
             ],
         ),
         (
@@ -446,9 +453,12 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
             ["report", "MOD:leave", "f32[3]"],
             ["raised SystemExit: 3 (MOD.py:", "expected a function that JAX can trace"],
         ),
-        (["report", "MOD:wordless", "f32[3]"], ["raised ValueError (MOD.py:", "see more with --traceback."]),
+        (["report", "MOD:wordless", "f32[3]"], ["raised ValueError (MOD.py:", "add --traceback to see more."]),
         (["report", "MOD:Model.square"], ["tracing MOD:Model.square with no arguments raised TypeError", "positional"]),
-        (["report", "raises:f"], ["importing 'raises' raised ValueError: at import (raises.py:2)", "Mend it there"]),
+        (
+            ["report", "raises:f"],
+            ["importing 'raises' raised ValueError: at import (raises.py:2)", "Fix the error there"],
+        ),
         (
             ["report", "imports:f"],
             ["importing 'imports' raised ModuleNotFoundError: No module named 'no_such_library'"],
@@ -456,7 +466,7 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
         (["report", "syntax:f"], ["importing 'syntax' raised SyntaxError: ", "expected a module that can be imported"]),
         (
             ["report", "MOD:loss", "--max-casts", "3"],
-            ["got --low or --max-casts alone", "go with --check", "Write --check"],
+            ["got --low or --max-casts without --check", "expected them together", "Add --check"],
         ),
     ],
 )
@@ -540,7 +550,7 @@ def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_command, "_policies", interrupt)
+    monkeypatch.setitem(_commands.COMMANDS, "policies", interrupt)
     assert answer(capsys, "policies") == (130, "", "")
 
 
@@ -548,7 +558,7 @@ def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
 
 
 def commands():
-    (action,) = [a for a in _command._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    (action,) = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     return sorted(action.choices)
 
 
@@ -575,7 +585,7 @@ def test_the_examples_of_the_help_are_command_lines(capsys, command):
     lines = [line for line in answer(capsys, command, "--help")[1].splitlines() if line.startswith("  jaxamp ")]
     assert len(lines) >= 2
     for line in lines:
-        assert _command._parse(shlex.split(line)[1:]).command == command
+        assert parse(shlex.split(line)[1:]).command == command
 
 
 def test_policies_are_looked_at_without_a_backend():

@@ -227,7 +227,7 @@ def test_pictures(tmp_path):
 
 def test_without_matplotlib_a_picture_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match=r"matplotlib is not installed; expected it to be there.*jaxamp\[plots\]"):
+    with pytest.raises(ImportError, match=r"matplotlib is not installed; expected it to be available.*jaxamp\[plots\]"):
         jaxamp.amp_report(loss)(PARAMS, X).plot()
 
 

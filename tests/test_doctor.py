@@ -10,8 +10,9 @@ import pytest
 
 import jaxamp
 from jaxamp._cli import doctor as _doctor
-from jaxamp._cli.doctor import Device, Diagnosis, FastPath, diagnose, render_diagnosis
+from jaxamp._cli.doctor import Device, Diagnosis, FastPath, diagnose
 from jaxamp._cli.main import main
+from jaxamp._cli.text import render_diagnosis
 from jaxamp._primitives import attention as _attention
 
 NAMES = [
@@ -94,7 +95,7 @@ def test_the_command(capsys):
 
 
 def test_memory_of_a_gpu_is_left_to_others(capsys, monkeypatch):
-    monkeypatch.setattr("jaxamp._cli.main.diagnose", lambda: Diagnosis({"jax": "0"}, "", {}, (), (), ()))
+    monkeypatch.setattr("jaxamp._cli.commands.diagnose", lambda: Diagnosis({"jax": "0"}, "", {}, (), (), ()))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # what the user says stays
     main(["doctor"])
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
@@ -124,13 +125,13 @@ def test_units_of_a_gpu_follow_its_compute_capability(no_programs, capability, a
     found = units(gpu(capability))
     assert [here for here, _ in found] == answers
     if capability is None:
-        assert found[0][1] == "NVIDIA something does not say"
+        assert found[0][1] == "NVIDIA something does not report it"
     else:
-        assert found[2][1] == f"compute capability {capability}; 8.9 has them"
+        assert found[2][1] == f"compute capability {capability}; 8.9 is needed"
 
 
 def test_what_a_tpu_has_besides_bfloat16_is_not_known(no_programs):
-    assert units(TPU) == [(True, "each TPU has them"), *[(None, "TPU v5p does not say")] * 2]
+    assert units(TPU) == [(True, "every TPU has them"), *[(None, "TPU v5p does not report it")] * 2]
 
 
 def test_the_device_that_has_least_decides(no_programs):

@@ -443,7 +443,7 @@ def test_bytes_kept_of_results_that_are_no_arrays():
 
 
 def test_bytes_kept_says_what_is_missing():
-    with pytest.raises(TypeError, match=r"without an argument; expected those of fn"):
+    with pytest.raises(TypeError, match=r"without arguments; expected those of fn"):
         jaxamp.bytes_kept(mlp)()
     with pytest.raises(TypeError, match=r"bytes_kept got 3"):
         jaxamp.bytes_kept(3)

@@ -311,7 +311,7 @@ def test_matmuls_that_waste_tensor_cores():
         (8, 10, 16),
     } & {tuple(row.dims) for row in report.matmuls}
     assert all(row.scope == "head" for row in report.wasteful_matmuls)
-    assert "Matmuls with a dimension that is no multiple of 8" in report.text()
+    assert "Matmuls with a dimension that is not a multiple of 8" in report.text()
 
 
 def test_a_file_beside_the_package_is_the_users():
@@ -428,8 +428,8 @@ def test_the_worst_scope_comes_first():
 def test_a_long_table_is_cut_and_says_so():
     report = amp_report(net)(*NET)
     short = report.text(limit=3)
-    assert "lines more: print(report.text(limit=None))" in short
-    assert "lines more" not in report.text(limit=None)
+    assert "more lines: print(report.text(limit=None))" in short
+    assert "more lines" not in report.text(limit=None)
 
 
 def test_the_dictionary_is_json():

@@ -10,7 +10,7 @@ import pytest
 from reports import F32, large_report, matmul, mixed_report, report_of
 
 from jaxamp import amp_report
-from jaxamp._inspect.text import si
+from jaxamp._table import si
 
 HOSTILE = "</script><b>&\"'<!--\u2028"
 
@@ -162,13 +162,13 @@ def test_a_notebook_shows_totals_wide_matmuls_and_the_first_lines():
         assert words in shown
     assert "<script" not in shown
     assert "class=" not in shown
-    assert "lines more" not in shown
+    assert "more lines" not in shown
 
 
 def test_a_notebook_shows_at_most_thirty_lines():
     shown = large_report(5_000)._repr_html_()
     assert len(shown) < 40_000
-    assert re.search(r"\.\.\. and [\d,]+ lines more: report\.save\(&#x27;report\.html&#x27;\)", shown)
+    assert re.search(r"\.\.\. and [\d,]+ more lines: report\.save\(&#x27;report\.html&#x27;\)", shown)
     assert 30 < shown.count("<tr>") < 70
 
 

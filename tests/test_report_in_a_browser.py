@@ -116,7 +116,7 @@ def test_words_phases_and_kinds_filter(visit):
     assert column(page, "scope") == ["block_1/router"]
     page.fill("#words", "no such thing")
     assert shown(page) == 0
-    assert page.locator("#table").get_by_text("No operation is left.").is_visible()
+    assert page.locator("#table").get_by_text("No operation matches the filters.").is_visible()
     page.fill("#words", "")
     page.get_by_label("forward", exact=False).uncheck()
     assert shown(page) == sum(row.phase == "backward" for row in rows)

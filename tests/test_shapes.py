@@ -72,8 +72,8 @@ def test_64_bits_are_there_where_jax_has_them_on():
         ("f31[3]", ["the dtype 'f31'", "expected one of f16, f32", "Did you mean 'f32'?"]),
         ("x[3]", ["the dtype 'x'", "expected one of f16, f32", "Write for example 'f32'"]),
         ('{"mode": "relu"}', ["the string 'relu'", "expected a shape", "'f32[32,128]'"]),
-        ("f64[3]", ["the shape 'f64[3]' while JAX has 64-bit numbers off", "at most 32 bits", "'f32[3]'", "X64=1"]),
-        ("i64[3]", ["64-bit numbers off", "Write 'i32[3]'"]),
+        ("f64[3]", ["the shape 'f64[3]' while JAX has 64-bit types disabled", "at most 32 bits", "'f32[3]'", "X64=1"]),
+        ("i64[3]", ["64-bit types disabled", "Write 'i32[3]'"]),
     ],
 )
 def test_a_bad_string_is_told_what_to_write(text, beats):

@@ -1,6 +1,7 @@
-"""Arguments as strings: `f32[32,128]` is an array of that type, `0.5` a number, `{"w": "f32[8,8]"}` a pytree of them.
+"""Arguments as strings: `f32[32,128]` is an array of that type, `0.5` a number, `{"w": "f32[8,8]"}` a pytree.
 
-The law: `parse_argument(format_argument(x)) == x`, and what is no argument is a `ValueError` that says what to write.
+The law: `parse_argument(format_argument(x)) == x`. A string that can't be parsed is a `ValueError` that says what to
+write.
 """
 
 import json
@@ -12,24 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
-from .._policy.toml import nearest
+from .._errors import nearest
 
 _KINDS = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint", "c": "complex"}
 _BITS = {"f": (16, 32, 64), "bf": (16,), "i": (4, 8, 16, 32, 64), "u": (4, 8, 16, 32, 64), "c": (64, 128)}
-_EIGHT = ("e4m3fn", "e5m2")
-# As a jaxpr prints them, and the names that they have.
+_FLOAT8 = ("e4m3fn", "e5m2")
+# From the names that a jaxpr prints to those of dtypes.
 _LONG = (
     {f"{kind}{bits}": f"{_KINDS[kind]}{bits}" for kind, sizes in _BITS.items() for bits in sizes}
-    | {f"f8_{form}": f"float8_{form}" for form in _EIGHT}
+    | {f"f8_{form}": f"float8_{form}" for form in _FLOAT8}
     | {"bool": "bool"}
 )
 _SHORT = {long: short for short, long in _LONG.items()}
 _NAMES = _LONG | {long: long for long in _SHORT} | {"pred": "bool"}
-_KEY = "key"  # of a random number generator
+_KEY = "key"  # a key of random numbers
 
 _SHAPE = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\[\]]*)\]\s*", re.ASCII)
 _SIZE = re.compile(r"\s*([0-9]{1,18})\s*")
-_FORMS = "a shape, a number, true, false, null, or JSON of these"
+_EXPECTED = "a shape, a number, true, false, null, or JSON of these"
 
 
 def parse_dtype(text: str) -> np.dtype:
@@ -55,15 +56,16 @@ def parse_argument(text: str) -> Any:
     if _SHAPE.fullmatch(text):
         return _parse_shape(text)
     try:
-        tree = json.loads(text, parse_constant=_refuse)
+        tree = json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
         shown = text if len(text) <= 60 else text[:57] + "..."
         instead = f"Write '{text}[]' for a scalar." if text in _NAMES else "Write for example 'f32[32,128]'."
-        raise ValueError(f"got the argument {shown!r}; expected {_FORMS}. {instead}") from None
+        raise ValueError(f"got the argument {shown!r}; expected {_EXPECTED}. {instead}") from None
     return jtu.tree_map(lambda leaf: _parse_shape(leaf) if isinstance(leaf, str) else leaf, tree)
 
 
-def _refuse(name: str) -> None:
+def _reject(name: str) -> None:
+    """NaN and infinities, which Python's parser would accept, are not JSON."""
     raise ValueError(name)
 
 
@@ -75,24 +77,24 @@ def _parse_shape(text: str) -> jax.ShapeDtypeStruct:
     sizes = [_SIZE.fullmatch(size) for size in inside.split(",")] if inside.strip() else []
     if not all(sizes):
         raise ValueError(
-            f"got the shape {text!r}; expected sizes with commas between them. Write for example '{name}[32,128]', or "
+            f"got the shape {text!r}; expected sizes separated by commas. Write for example '{name}[32,128]', or "
             f"'{name}[]' for a scalar."
         )
     shape = tuple(int(size[1]) for size in sizes if size is not None)
     if name == _KEY:
         return jax.ShapeDtypeStruct(shape, jax.eval_shape(lambda: jax.random.key(0)).dtype)
     dtype = parse_dtype(name)
-    there = jax.dtypes.canonicalize_dtype(dtype)
-    if there != dtype:
+    canonical = jax.dtypes.canonicalize_dtype(dtype)
+    if canonical != dtype:
         raise ValueError(
-            f"got the shape {text!r} while JAX has 64-bit numbers off; expected at most 32 bits. "
-            f"Write '{_SHORT[there.name]}[{inside}]', or set JAX_ENABLE_X64=1."
+            f"got the shape {text!r} while JAX has 64-bit types disabled; expected at most 32 bits. "
+            f"Write '{_SHORT[canonical.name]}[{inside}]', or set JAX_ENABLE_X64=1."
         )
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def format_argument(argument: Any) -> str:
-    """A string that `parse_argument` makes this argument of. What has no such string is shown by its type.
+    """The string that `parse_argument` turns into this argument. A leaf without such a string is shown by its type.
 
     >>> format_argument([jnp.ones((2, 3)), 1])
     '["f32[2,3]", 1]'
@@ -101,7 +103,7 @@ def format_argument(argument: Any) -> str:
         return _format_shape(argument)
     try:
         return json.dumps(argument, default=_format_leaf)
-    except TypeError:  # keys that JSON does not have
+    except TypeError:  # keys that JSON does not allow
         return type(argument).__name__
 
 

@@ -1,10 +1,9 @@
-"""Policies to look at: their entries in the words of a table, and what differs between two.
+"""The entries of a policy and the differences between two, as data.
 
-Entries for primitives that this JAX does not have are left out.
+Entries for primitives that this version of JAX does not have are left out.
 """
 
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,67 +11,67 @@ import numpy as np
 from .._compat import Primitive
 from .._plan.higher_order import is_higher_order
 from .._policy.rules import WORDS, ByTarget, Rule
-from .._policy.toml import Header, Key, Policy
+from .._policy.toml import Key, Policy
 
-_ORDER = ("compute", "infer", "widest", "float32")
-_WORD = {WORDS[word]: word for word in _ORDER}
-WIDTH = 100
+RULE_ORDER = ("compute", "infer", "widest", "float32")  # as rules are listed
+_NAMES = {WORDS[name]: name for name in RULE_ORDER}
 
 
-class Words(NamedTuple):
-    """The rule of an entry, in the words of a table."""
+class RuleName(NamedTuple):
+    """The rule of an entry, by the name it has in a table."""
 
-    rule: str
-    by_dtype: Mapping[str, str]  # the compute dtypes that have another
+    name: str
+    by_dtype: Mapping[str, str]  # compute dtypes with another rule
 
     def __str__(self) -> str:
-        others = ", ".join(f"{dtype}: {word}" for dtype, word in self.by_dtype.items())
-        return f"{self.rule} ({others})" if others else self.rule
+        others = ", ".join(f"{dtype}: {name}" for dtype, name in self.by_dtype.items())
+        return f"{self.name} ({others})" if others else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rule": self.name, "by_dtype": dict(self.by_dtype)}
 
 
 class PolicyEntry(NamedTuple):
-    """A key of a policy, and its rule."""
+    """A key of a policy and its rule."""
 
     scope: str | None  # None: everywhere
-    primitive: str | None  # None: each
-    words: Words
+    primitive: str | None  # None: every primitive
+    rule: RuleName
 
     def to_dict(self) -> dict[str, Any]:
-        return {"scope": self.scope, "primitive": self.primitive, **_as_dict(self.words)}
+        return {"scope": self.scope, "primitive": self.primitive, **self.rule.to_dict()}
 
 
 class Difference(NamedTuple):
-    """A key that two policies have under unlike rules; None where one does not have it."""
+    """A key with different rules in two policies; None where a policy does not have the key."""
 
     scope: str | None
     primitive: str | None
-    a: Words | None
-    b: Words | None
+    a: RuleName | None
+    b: RuleName | None
 
     def to_dict(self) -> dict[str, Any]:
-        sides = {name: words and _as_dict(words) for name, words in (("a", self.a), ("b", self.b))}
+        sides = {name: rule and rule.to_dict() for name, rule in (("a", self.a), ("b", self.b))}
         return {"scope": self.scope, "primitive": self.primitive, **sides}
 
 
-def _as_dict(words: Words) -> dict[str, Any]:
-    return {"rule": words.rule, "by_dtype": dict(words.by_dtype)}
-
-
 def entries_of(policy: Policy, dtype: np.dtype | None = None) -> tuple[PolicyEntry, ...]:
-    """The entries of a policy, primitives first; with `dtype` as they are for this compute dtype.
+    """The entries of a policy, primitives first; with `dtype`, the rules for this compute dtype.
 
     >>> from jaxamp import load_policy
-    >>> [str(entry.words) for entry in entries_of(load_policy("default")) if entry.primitive == "psum"]
+    >>> [str(entry.rule) for entry in entries_of(load_policy("default")) if entry.primitive == "psum"]
     ['infer (float16: float32)']
     """
-    return tuple(PolicyEntry(*_parts(key), _words(policy[key], dtype)) for key in sorted(policy, key=_rank))
+    return tuple(
+        PolicyEntry(*_scope_and_primitive(key), _rule_name(policy[key], dtype)) for key in sorted(policy, key=_sort_key)
+    )
 
 
 def differences(a: Policy, b: Policy, dtype: np.dtype | None = None) -> tuple[Difference, ...]:
-    """What differs between two policies, primitives first.
+    """The differences between two policies, primitives first.
 
-    A primitive that a policy does not name runs as written, as one under the rule `float32`: this is no difference. For
-    one that carries a jaxpr it is, since the inside of one that is named is left alone too.
+    A primitive that a policy does not name runs as written, just as under the rule `float32`, so that is not a
+    difference. For a primitive with a body it is: naming the primitive keeps `amp` out of its body.
 
     >>> from jaxamp import load_policy
     >>> found = differences(load_policy("default"), load_policy("conservative"))
@@ -83,87 +82,34 @@ def differences(a: Policy, b: Policy, dtype: np.dtype | None = None) -> tuple[Di
 
 
 def _differences(a: Policy, b: Policy, dtype: np.dtype | None) -> Iterator[Difference]:
-    for key in sorted({*a, *b}, key=_rank):
-        first, second = (_words(policy[key], dtype) if key in policy else None for policy in (a, b))
-        if (first or _unnamed(a, key, dtype)) != (second or _unnamed(b, key, dtype)):
-            yield Difference(*_parts(key), first, second)
+    for key in sorted({*a, *b}, key=_sort_key):
+        first, second = (_rule_name(policy[key], dtype) if key in policy else None for policy in (a, b))
+        if (first or _rule_if_unnamed(a, key, dtype)) != (second or _rule_if_unnamed(b, key, dtype)):
+            yield Difference(*_scope_and_primitive(key), first, second)
 
 
-def _unnamed(policy: Policy, key: Key, dtype: np.dtype | None) -> Words | None:
-    """The rule that a primitive has in a policy that does not name it, if there is one that could be named instead."""
-    rule = _words(policy["amp_default"], dtype)
-    plain = isinstance(key, Primitive) and not is_higher_order(key)
-    return rule if plain and rule == Words("float32", {}) else None
+def _rule_if_unnamed(policy: Policy, key: Key, dtype: np.dtype | None) -> RuleName | None:
+    """The rule that acts like leaving this key out of a policy, if there is one."""
+    default = _rule_name(policy["amp_default"], dtype)
+    has_no_body = isinstance(key, Primitive) and not is_higher_order(key)
+    return default if has_no_body and default == RuleName("float32", {}) else None
 
 
-def _rank(key: Key) -> tuple[bool, str, str]:
-    scope, primitive = _parts(key)
+def _sort_key(key: Key) -> tuple[bool, str, str]:
+    scope, primitive = _scope_and_primitive(key)
     return scope is not None, scope or "", primitive or ""
 
 
-def _parts(key: Key) -> tuple[str | None, str | None]:
+def _scope_and_primitive(key: Key) -> tuple[str | None, str | None]:
     if isinstance(key, Primitive):
         return None, key.name
     return (key, None) if isinstance(key, str) else (key[0], key[1].name)
 
 
-def _words(rule: Rule, dtype: np.dtype | None) -> Words:
+def _rule_name(rule: Rule, dtype: np.dtype | None) -> RuleName:
     if not isinstance(rule, ByTarget):
-        return Words(_WORD[rule], {})
+        return RuleName(_NAMES[rule], {})
     if dtype is not None:
-        return Words(_WORD[rule.resolve(dtype)], {})
-    special = {name: _WORD[other] for name, other in rule.special.items() if other is not rule.default}
-    return Words(_WORD[rule.default], special)
-
-
-# -- as text
-
-
-def render_presets(presets: Mapping[str, Header]) -> str:
-    return _table([(name, header.description) for name, header in presets.items()])
-
-
-def render_policy(name: str, header: Header, entries: Sequence[PolicyEntry], dtype: np.dtype | None) -> str:
-    """Primitives by rule, those that depend on the compute dtype once more, then scopes."""
-    title = name if dtype is None else f"{name}, compute dtype {dtype.name}"
-    parts = [title, *filter(None, [header.description]), *([f"extends {header.extends}"] if header.extends else [])]
-    primitives = [entry for entry in entries if entry.scope is None]
-    parts += ["", *_by_word((entry.words.rule, entry.primitive or "") for entry in primitives)]
-    for special in sorted({dtype for entry in primitives for dtype in entry.words.by_dtype}):
-        parts += ["", f"where the compute dtype is {special}"]
-        parts += _by_word(
-            (entry.words.by_dtype[special], entry.primitive or "")
-            for entry in primitives
-            if special in entry.words.by_dtype
-        )
-    scoped = [entry for entry in entries if entry.scope is not None]
-    return "\n".join([*parts, "", "scopes", _table([(_key(entry), str(entry.words)) for entry in scoped])])
-
-
-def render_differences(a: str, b: str, found: Sequence[Difference]) -> str:
-    if not found:
-        return f"{a} and {b} are the same."
-    rows = [(_key(row), str(row.a or "-"), str(row.b or "-")) for row in found]
-    note = "\n- is not named there." if any(row.a is None or row.b is None for row in found) else ""
-    return _table([("", a, b), *rows]) + note
-
-
-def _key(row: PolicyEntry | Difference) -> str:
-    return ": ".join(filter(None, (row.scope, row.primitive)))
-
-
-def _by_word(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-    pairs = list(pairs)
-    for word in _ORDER:
-        names = ", ".join(name for other, name in pairs if other == word)
-        if names:
-            yield textwrap.fill(names, WIDTH, initial_indent=f"{word:<10}", subsequent_indent=" " * 10, **_WRAP)
-
-
-_WRAP: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+        return RuleName(_NAMES[rule.resolve(dtype)], {})
+    special = {name: _NAMES[other] for name, other in rule.special.items() if other is not rule.default}
+    return RuleName(_NAMES[rule.default], special)

@@ -1,4 +1,4 @@
-"""The user's code for the command line: a function by its name, arguments by strings, and what goes wrong in them."""
+"""The user's code on the command line: a function given by name, arguments given as strings, and errors in both."""
 
 import contextlib
 import importlib
@@ -11,19 +11,19 @@ from typing import Any
 
 import equinox as eqx
 
-from .._policy.toml import nearest
+from .._errors import nearest, summary
 from .arguments import parse_argument
 
 _FORM = "module:function, as in 'package.module:function'"
 
 
 class CommandError(Exception):
-    """What is wrong with a command line, in three beats: what was got, what was expected, what to write."""
+    """What is wrong with a command line: what was given, what was expected, what to write instead."""
 
 
 @contextlib.contextmanager
 def current_directory_first() -> Iterator[None]:
-    """Modules are found in the current directory, as under `python -m`."""
+    """Let modules be found in the current directory, as `python -m` does."""
     before = list(sys.path)
     sys.path.insert(0, os.getcwd())
     try:
@@ -34,27 +34,29 @@ def current_directory_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_code(doing: str, expected: str, instead: str) -> Iterator[None]:
-    """Run code of the user's. What it prints goes to stderr, what it raises becomes a `CommandError`."""
+    """Run the user's code. Its output goes to stderr, and its errors become a `CommandError`.
+
+    Args:
+        doing: What is run.
+        expected: What it should have been.
+        instead: What the user should do.
+    """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:
-        said = next(iter(str(error).strip().splitlines()), "")
-        what = f"{type(error).__name__}: {said.rstrip('.')}" if said else type(error).__name__
-        message = f"{doing} raised {what}{_where(error)}; expected {expected}. {instead}, or see more with --traceback."
+        raised = f"{doing} raised {summary(error).rstrip('.')}{_where(error)}"
+        message = f"{raised}; expected {expected}. {instead}, or add --traceback to see more."
         raise CommandError(message) from error
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of an error that is in the current directory."""
+    """The innermost line in the current directory that an error passed through; empty if there is none."""
     here, ours = Path.cwd(), Path(__file__).parent.parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if (
-            path.is_relative_to(here)
-            and "site-packages" not in path.parts
-            and not path.is_relative_to(Path(__file__).parent.parent)
-        ):
+        is_installed = "site-packages" in path.parts or path.is_relative_to(ours)
+        if path.is_relative_to(here) and not is_installed:
             return f" ({path.relative_to(here)}:{frame.lineno})"
     return ""
 
@@ -74,19 +76,21 @@ def load_function(target: str) -> Callable[..., Any]:
     for part in parts:
         if not hasattr(found, part):
             near = nearest(part, [other for other in dir(found) if not other.startswith("_")])
-            instead = near or f" Write the name of a function that is in {seen!r}."
-            raise CommandError(f"got the target {target!r}; expected {part!r} in {seen!r}, which has none.{instead}")
+            instead = near or f" Write one that is in {seen!r}."
+            raise CommandError(
+                f"got the target {target!r}, but {seen!r} has no {part!r}; expected the name of a function.{instead}"
+            )
         found, seen = getattr(found, part), f"{seen}.{part}"
     if not callable(found):
         raise CommandError(
             f"got the target {target!r}, of type {type(found).__name__}; expected a function. "
-            "Write the name of the function that you would give to jaxamp.amp."
+            "Write the name of the function that you would pass to jaxamp.amp."
         )
     return found
 
 
 def _import(name: str) -> Any:
-    with users_code(f"importing {name!r}", "a module that can be imported", "Mend it there"):
+    with users_code(f"importing {name!r}", "a module that can be imported", "Fix the error there"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -94,17 +98,17 @@ def _import(name: str) -> Any:
                 raise
             missing = error
     raise CommandError(
-        f"got the module {name!r}, and there is no {missing.name!r}; expected a module in the current directory or an "
-        "installed one. Write its name as in an import, or change to the directory that it is in."
+        f"got the module {name!r}, but there is no {missing.name!r}; expected an installed module or one in the "
+        "current directory. Write its name as in an import, or change to its directory."
     ) from missing
 
 
 def load_arguments(texts: Sequence[str]) -> list[Any]:
-    """The arguments that strings stand for; `@module:function` stands for those that the function returns."""
+    """The arguments that strings stand for; `@module:function` stands for all that the function returns."""
     arguments: list[Any] = []
     for text in texts:
         if text.startswith("@"):
-            arguments += _made_by(text)
+            arguments += _returned_by(text)
             continue
         try:
             arguments.append(parse_argument(text))
@@ -113,13 +117,15 @@ def load_arguments(texts: Sequence[str]) -> list[Any]:
     return arguments
 
 
-def _made_by(text: str) -> tuple[Any, ...]:
+def _returned_by(text: str) -> tuple[Any, ...]:
     function = load_function(text[1:])
-    with users_code(f"calling {text[1:]}()", "a function without arguments that makes some", "Mend it there"):
-        made = eqx.filter_eval_shape(function)  # nothing is computed
-    if not isinstance(made, tuple):
+    with users_code(
+        f"calling {text[1:]}()", "a function that takes no arguments and returns some", "Fix the error there"
+    ):
+        returned = eqx.filter_eval_shape(function)  # only traced
+    if not isinstance(returned, tuple):
         raise CommandError(
-            f"{text} returned {type(made).__name__}; expected a tuple, of one entry for each argument. "
-            "Write `return (x,)` for a single one."
+            f"{text} returned {type(returned).__name__}; expected a tuple with one entry per argument. "
+            "Write `return (x,)` for a single argument."
         )
-    return made
+    return returned

@@ -1,28 +1,30 @@
-"""Checks of a report for a user's own tests: `AmpReport.check` and `assert_mixed`."""
+"""The checks behind `AmpReport.check` and `assert_mixed`."""
 
 import fnmatch
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .compiled import CompiledMatmul, compiled_matmuls
+from .report_data import ReportData
 
 
 def problems_of(
-    report: Any,
+    report: ReportData,
     low: str | Iterable[str],
     max_casts: int | None,
     max_cast_bytes: int | None,
     allow_unmatched: bool,
     compiled: Any,
 ) -> Iterator[str]:
-    """What is wrong with a report, each in one line. See `AmpReport.check`."""
+    """The problems of a report, one line each. See `AmpReport.check`."""
     globs = [low] if isinstance(low, str) else list(low)
     for glob in globs:
         if glob != "*" and not any(matches(row.scope, glob) for row in report.matmuls):
             yield f"no matmul is in a scope that matches {glob!r}"
     for row in report.matmuls:
-        asked = any(matches(row.scope, glob) for glob in globs)
-        if asked and row.multiplied != report.compute_dtype and "float" in row.multiplied:  # integers are left alone
+        is_checked = any(matches(row.scope, glob) for glob in globs)
+        is_float = "float" in row.multiplied  # amp does not touch integers
+        if is_checked and is_float and row.multiplied != report.compute_dtype:
             what = f"{row.phase} {row.primitive} in {row.multiplied}, not in {report.compute_dtype}"
             yield f"{what}: {row.reason} (scope {row.scope or 'none'}, {row.source or 'source unknown'})"
     if compiled is not None:
@@ -35,16 +37,21 @@ def problems_of(
         yield from (f"the policy's key {key!r} matched nothing" for key in report.unmatched)
 
 
+def list_problems(name: str, problems: Iterable[str]) -> str:
+    """The text for a function that has problems, one line each."""
+    return "\n- ".join([f"{name} is not mixed as asked:", *problems])
+
+
 def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
     for glob in globs:
         if not any(matches(row.scope, glob) for row in found):
             yield f"the compiled program has no matmul in a scope that matches {glob!r}"
     for row in found:
-        asked = any(matches(row.scope, glob) for glob in globs)
-        if asked and any(operand != dtype for operand in row.operands):
+        is_checked = any(matches(row.scope, glob) for glob in globs)
+        if is_checked and any(operand != dtype for operand in row.operands):
             yield f"compiled {row.op} multiplies {' by '.join(row.operands)}, not {dtype} (scope {row.scope or 'none'})"
 
 
 def matches(scope: str, glob: str) -> bool:
-    """Whether a path of scopes is matched by a glob, or has a scope on it that is."""
+    """Whether a glob matches a path of scopes, or any one scope on it."""
     return fnmatch.fnmatchcase(scope, glob) or any(fnmatch.fnmatchcase(part, glob) for part in scope.split("/"))

@@ -1,34 +1,35 @@
-"""What a compiled program multiplies in, read off XLA's text."""
+"""The dtypes that a compiled program multiplies in, read from XLA's text."""
 
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_SHORT = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_DTYPE_NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # A line: `%dot.3 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}`
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _DTYPE = re.compile(r"\b([a-z]+[0-9]+\w*)\[")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NAME = re.compile(r'op_name="([^"]*)"')
-_LIBRARIES = ("gemm", "matmul", "conv", "fmha")  # in the names of the calls that cuBLAS, cuDNN and oneDNN are made by
+# Parts of the names of calls into cuBLAS, cuDNN and oneDNN.
+_LIBRARY_WORDS = ("gemm", "matmul", "conv", "fmha")
 
 
 class CompiledMatmul(NamedTuple):
-    """A matmul, convolution or fused attention of a compiled program."""
+    """A matmul, a convolution or fused attention in a compiled program."""
 
     op: str  # dot, convolution, or the target of a library call
-    operands: tuple[str, ...]  # the dtypes of the first two
+    operands: tuple[str, ...]  # dtypes of the first two
     scope: str  # named scopes, outermost first
 
 
 def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
-    """The matmuls of a compiled program, in the dtypes that they really run in.
+    """List the matmuls of a compiled program, with the dtypes they really run in.
 
     Args:
-        compiled: What `jax.jit(fn).lower(...).compile()` returned, or its text.
+        compiled: The result of `jax.jit(fn).lower(...).compile()`, or its text.
 
-    A CPU has no low matmuls of most kinds: XLA multiplies in float32 there.
+    On a CPU, XLA multiplies in float32 for most kinds of low-precision matmuls.
 
     >>> import jax, jax.numpy as jnp
     >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
@@ -39,7 +40,7 @@ def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
 
 
 def _matmuls(text: str) -> Iterator[CompiledMatmul]:
-    dtypes: dict[str, str] = {}  # names are unique in a computation, and operands come before their readers
+    dtypes: dict[str, str] = {}  # names are unique in a computation, and an operand is defined before it is used
     for line in text.splitlines():
         found = _LINE.match(line)
         if found is None:
@@ -47,34 +48,38 @@ def _matmuls(text: str) -> Iterator[CompiledMatmul]:
         name, kind, op, rest = found.groups()
         first = _DTYPE.search(kind)
         if first is not None:
-            dtypes[name] = _SHORT.get(first[1], first[1])
-        op = _library(rest) if op == "custom-call" else op if op in ("dot", "convolution") else ""
+            dtypes[name] = _DTYPE_NAMES.get(first[1], first[1])
+        op = _library_call(rest) if op == "custom-call" else op if op in ("dot", "convolution") else ""
         if op:
             operands = [dtypes[operand] for operand in _OPERAND.findall(rest.split("), ")[0]) if operand in dtypes]
             yield CompiledMatmul(op, tuple(operands[:2]), _scope(rest))
 
 
-def _library(rest: str) -> str:
-    """The target of a library call that multiplies; nothing for any other."""
+def _library_call(rest: str) -> str:
+    """The target of a library call that multiplies; empty for other calls."""
     found = _TARGET.search(rest)
-    return found[1] if found is not None and any(word in found[1] for word in _LIBRARIES) else ""
+    return found[1] if found is not None and any(word in found[1] for word in _LIBRARY_WORDS) else ""
 
 
 def _scope(rest: str) -> str:
     """`jit(step)/transpose(jvp(block))/while/body/attention/dot_general` as `block/attention`.
 
-    What JAX adds for loops and branches comes in pairs, so that a scope of the same name is told from it; what it adds
-    for a checkpoint does not, and is left out as in a report.
+    What JAX adds for loops and branches comes in pairs, which a scope of the user's with the same name does not. The
+    names it adds for a checkpoint are single; they are dropped, as in a report.
     """
     found = _NAME.search(rest)
     name = _LOOP.sub("", _BRANCH.sub("", found[1])) if found else ""
     parts = _split(name)[:-1]
-    scopes = [scope for scope in map(_unwrapped, parts) if scope and scope not in _OWN and not _JIT.fullmatch(scope)]
+    scopes = [
+        scope
+        for scope in map(_without_transforms, parts)
+        if scope and scope not in _ADDED_BY_JAX and not _JIT.fullmatch(scope)
+    ]
     transposed = next((i for i, part in enumerate(parts) if part.startswith("transpose(")), len(parts))
-    if any(part.startswith("jvp(") for part in parts[transposed:]):  # what is computed again says its path again
+    if any(part.startswith("jvp(") for part in parts[transposed:]):  # a recomputation repeats its path
         half = len(scopes) // 2
-        again = next((n for n in range(half, 0, -1) if scopes[:n] == scopes[n : 2 * n]), 0)
-        scopes = scopes[again:]
+        repeated = next((n for n in range(half, 0, -1) if scopes[:n] == scopes[n : 2 * n]), 0)
+        scopes = scopes[repeated:]
     return "/".join(scopes)
 
 
@@ -82,11 +87,11 @@ _LOOP = re.compile(r"(?:^|(?<=/))while/(?:body_pred|body|cond)/")
 _BRANCH = re.compile(r"(?:^|(?<=/))cond/branch_\d+_fun/")
 _JIT = re.compile(r"p?jit\(.*\)")
 _TRANSFORM = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
-_OWN = frozenset({"closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map"})
+_ADDED_BY_JAX = frozenset({"closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map"})
 
 
 def _split(path: str) -> list[str]:
-    """The parts of a path, whose slashes are outside of parentheses."""
+    """The parts of a path, split at the slashes outside of parentheses."""
     parts = [""]
     for piece in path.split("/"):
         parts[-1] += piece
@@ -94,10 +99,11 @@ def _split(path: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += "/"
-    return path.split("/") if parts[-1] else parts[:-1]  # a scope may have half a pair
+    return path.split("/") if parts[-1] else parts[:-1]  # a scope may have an unpaired parenthesis
 
 
-def _unwrapped(part: str) -> str:
+def _without_transforms(part: str) -> str:
+    """`transpose(jvp(block))` as `block`."""
     while (found := _TRANSFORM.fullmatch(part)) is not None:
         part = found[1]
     return part

@@ -1,4 +1,4 @@
-"""How many bytes a function keeps for its backward pass, before and after `amp`."""
+"""How many bytes a function keeps for its backward pass, with and without `amp`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from .pullback import pullback_of
 
 
 class BytesKept(NamedTuple):
-    """Bytes that are made in the forward pass and read in the backward pass; arguments are not among them."""
+    """Bytes computed in the forward pass and read in the backward pass, without the arguments."""
 
     before: int
     after: int
@@ -25,11 +25,11 @@ def bytes_kept(
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
 ) -> Callable[..., BytesKept]:
-    """The bytes that `fn` keeps for the backward pass and those that `amp(fn)` keeps, as a function of its arguments.
+    """Count the bytes that `fn` and `amp(fn)` keep for the backward pass, as a function of `fn`'s arguments.
 
-    The first result that is a float is differentiated, by the floating-point arrays of the first argument. The figure
-    is JAX's: XLA computes some of what is kept outside of loops again, and holds other things besides. Nothing is
-    computed; `jax.ShapeDtypeStruct`s do for arrays.
+    The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
+    argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
+    buffers of its own. This only traces, so `jax.ShapeDtypeStruct`s can stand in for arrays.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
@@ -45,7 +45,7 @@ def bytes_kept(
     def kept(*args: Any, **kwargs: Any) -> BytesKept:
         if not args:
             raise TypeError(
-                "bytes_kept(fn) was called without an argument; expected those of fn, the parameters first. Write "
+                "bytes_kept(fn) was called without arguments; expected those of fn, parameters first. Write "
                 "jaxamp.bytes_kept(loss_fn)(params, batch)."
             )
         program = program_of(options, fn, args, kwargs)

@@ -1,11 +1,16 @@
-"""Pictures, with matplotlib: of a report the FLOPs by dtype, of a comparison the ranges of values."""
+"""Pictures, drawn with matplotlib: FLOPs by dtype for a report, ranges of values for a comparison."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-_LIMITS = {"float16": "float16", "bfloat16": "bfloat16", "float8_e4m3fn": "float8 e4m3", "float8_e5m2": "float8 e5m2"}
-_SHOWN = 12  # scopes in one picture
+from .ranges import Range
+from .report_data import ReportData
+
+# The dtypes whose limits are drawn, and what the legend calls them.
+_TITLES = {"float16": "float16", "bfloat16": "bfloat16", "float8_e4m3fn": "float8 e4m3", "float8_e5m2": "float8 e5m2"}
+_MOST_SCOPES = 12  # in one picture
 _COLOURS = {"float16": "#2a7f9e", "bfloat16": "#2a7f9e", "float32": "#d08a2e", "float64": "#a04040"}
 
 
@@ -14,27 +19,27 @@ def _pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError:
         raise ImportError(
-            "a picture was asked for, and matplotlib is not installed; expected it to be there. "
-            "Write pip install 'jaxamp[plots]'."
+            "got a call to plot, but matplotlib is not installed; expected it to be available. "
+            "Run pip install 'jaxamp[plots]'."
         ) from None
     return plt
 
 
-def _done(figure: Any, path: Any) -> Any:
+def _finish(figure: Any, path: Any) -> Any:
     figure.tight_layout()
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
 
 
-def draw_flops(report: Any, path: Any = None) -> Any:
-    """FLOPs of matmuls by scope and dtype, the largest scopes first."""
+def draw_flops(report: ReportData, path: Any = None) -> Any:
+    """Draw the FLOPs of matmuls by scope and dtype, largest scopes first."""
     plt = _pyplot()
     by_scope: dict[str, dict[str, int]] = {}
     for row in report.matmuls:
         found = by_scope.setdefault(row.scope or "(no scope)", {})
         found[row.multiplied] = found.get(row.multiplied, 0) + row.flops
-    scopes = sorted(by_scope, key=lambda scope: -sum(by_scope[scope].values()))[:_SHOWN]
+    scopes = sorted(by_scope, key=lambda scope: -sum(by_scope[scope].values()))[:_MOST_SCOPES]
     figure, axes = plt.subplots(figsize=(8, 1.5 + 0.4 * len(scopes)))
     start = dict.fromkeys(scopes, 0.0)
     for dtype in report.matmul_flops:
@@ -46,14 +51,24 @@ def draw_flops(report: Any, path: Any = None) -> Any:
     axes.set_title(f"{report.name}: {100 * report.low_share:.1f} % in {report.compute_dtype}")
     if report.matmuls:
         axes.legend()
-    return _done(figure, path)
+    return _finish(figure, path)
 
 
-def draw_ranges(comparison: Any, path: Any = None) -> Any:
-    """For each scope, which powers of two its values have, with the limits of low dtypes drawn in."""
+class HasRanges(Protocol):
+    """The parts of a `Comparison` that are drawn."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranges(self) -> Mapping[str, Range]: ...
+
+
+def draw_ranges(comparison: HasRanges, path: Any = None) -> Any:
+    """Draw which powers of two the values of each scope have, with the limits of low-precision dtypes."""
     plt = _pyplot()
     ranges = {scope: found for scope, found in comparison.ranges.items() if found.powers}
-    scopes = sorted(ranges, key=lambda scope: -sum(ranges[scope].powers.values()))[:_SHOWN]
+    scopes = sorted(ranges, key=lambda scope: -sum(ranges[scope].powers.values()))[:_MOST_SCOPES]
     figure, all_axes = plt.subplots(
         max(1, len(scopes)), 1, sharex=True, squeeze=False, figsize=(9, 1.2 + 1.1 * max(1, len(scopes)))
     )
@@ -69,8 +84,8 @@ def draw_ranges(comparison: Any, path: Any = None) -> Any:
                 0.995, 0.85, f"{100 * found.zeros / total:.1f} % zero", transform=axes.transAxes, ha="right", fontsize=7
             )
     powers = [power for scope in scopes for power in ranges[scope].powers]
-    all_axes[0, 0].set_xlim(min([-26, *powers]) - 1, max([16, *powers]) + 2)  # bfloat16's limits may be outside
-    for style, (name, title) in zip(("-", "--", "-.", ":"), _LIMITS.items(), strict=True):
+    all_axes[0, 0].set_xlim(min([-26, *powers]) - 1, max([16, *powers]) + 2)  # bfloat16's limits may lie outside
+    for style, (name, title) in zip(("-", "--", "-.", ":"), _TITLES.items(), strict=True):
         info = jnp.finfo(name)
         low, high = int(info.minexp), int(info.maxexp)
         for axes in all_axes[:, 0]:
@@ -80,4 +95,4 @@ def draw_ranges(comparison: Any, path: Any = None) -> Any:
     all_axes[0, 0].legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=4, frameon=False)
     all_axes[-1, 0].set_xlabel("power of two")
     figure.suptitle(f"{comparison.name}: ranges of values, share of entries", fontsize=10)
-    return _done(figure, path)
+    return _finish(figure, path)

@@ -1,4 +1,4 @@
-"""Which powers of two the magnitudes of values have: what tells whether a dtype can hold them."""
+"""Which powers of two the magnitudes of values have, and so which dtypes can hold them."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -7,9 +7,9 @@ import numpy as np
 
 
 class Range(NamedTuple):
-    """How many values have a magnitude from 2**power on, below the next power; and how many are zero."""
+    """A histogram of magnitudes."""
 
-    powers: Counter[int]
+    powers: Counter[int]  # by power: how many values have a magnitude in [2**power, 2**(power + 1))
     zeros: int
 
     def __add__(self, other: Any) -> "Range":
@@ -17,7 +17,7 @@ class Range(NamedTuple):
 
 
 def range_of(x: Any) -> Range:
-    """The range of an array. What is not finite is left out.
+    """The range of the finite values of an array.
 
     >>> range_of(np.array([0.0, 1.0, 1.5, 0.25]))
     Range(powers=Counter({0: 2, -2: 1}), zeros=1)

@@ -1,18 +1,32 @@
-"""A report as text: totals, what is not as it might be, and a table grouped by scope, within 100 columns."""
+"""A report as text: totals, matmuls that could be better, and a table grouped by scope, within 100 columns."""
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from .._table import WIDTH, Column, cut, millions, percent, si, table
+from .report_data import ReportData
 from .rows import Row
 
-WIDTH = 100
 _COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
+_MOST_MATMULS = 10  # in a list of those that could be better
+
+_TOTALS = (Column(26), Column())
+_MATMULS = (Column(36), Column(14, "right"), Column(25), Column(20, cut="left"))
+_OPERATIONS = (
+    Column(22),
+    Column(5, "right"),
+    Column(9, "right"),
+    Column(18),
+    Column(22),
+    Column(19, cut="left"),
+)
+_TITLES = ("operation", "times", "MFLOP", "dtypes as run", "reason", "source")
 
 
 class Line(NamedTuple):
-    """Rows of one scope that differ in nothing that is shown."""
+    """A line of the table: the rows of one scope that would all be shown the same."""
 
     scope: str
     phase: str
@@ -26,72 +40,77 @@ class Line(NamedTuple):
 
 
 def is_colourful(stream: Any = None) -> bool:
+    """Whether to print in colour: to a terminal, unless `NO_COLOR` is set."""
     stream = sys.stdout if stream is None else stream
     return "NO_COLOR" not in os.environ and hasattr(stream, "isatty") and stream.isatty()
 
 
 def render(
-    report: Any, *, limit: int | None = 40, colour: bool = False, more: str = "print(report.text(limit=None))"
+    report: ReportData, *, limit: int | None = 40, colour: bool = False, more: str = "print(report.text(limit=None))"
 ) -> str:
-    """The text of a report, with at most `limit` lines in its table; None: with all of them. `more` says how."""
+    """The text of a report.
+
+    Args:
+        report: The report.
+        limit: The most lines of the table to show, or None for all.
+        colour: Whether to use the colours of a terminal.
+        more: How to see the whole table, for the line that says it was cut.
+    """
 
     def paint(text: str, name: str) -> str:
         return f"\033[{_COLOURS[name]}m{text}\033[0m" if colour else text
 
-    parts = [paint(f"amp report of {report.name}, compute dtype {report.compute_dtype}"[:WIDTH], "bold")]
-    parts += [_pair(title, text) for title, text in totals_of(report)]
-    parts += [paint(_cut(f"note: {note}", WIDTH), "yellow") for note in report.notes]
+    parts = [paint(cut(f"amp report of {report.name}, compute dtype {report.compute_dtype}", WIDTH), "bold")]
+    parts += table(totals_of(report), _TOTALS, width=WIDTH)
+    parts += [paint(cut(f"note: {note}", WIDTH), "yellow") for note in report.notes]
     if report.wide_matmuls:
         parts += ["", paint(f"Matmuls not in {report.compute_dtype}, and why", "red")]
-        parts += [_matmul(row, reason_of(row)) for row in _unlike(report.wide_matmuls)[:10]]
+        parts += _matmul_lines(report.wide_matmuls, short_reason)
     if report.wasteful_matmuls:
-        parts += ["", paint(f"Matmuls with a dimension that is no multiple of {report.multiple}", "yellow")]
-        parts += [_matmul(row, sizes_of(row)) for row in _unlike(report.wasteful_matmuls)[:10]]
+        parts += ["", paint(f"Matmuls with a dimension that is not a multiple of {report.multiple}", "yellow")]
+        parts += _matmul_lines(report.wasteful_matmuls, dimensions_text)
     lines = lines_of(report)
     shown = lines if limit is None else lines[:limit]
-    parts += ["", paint(_columns("operation", "times", "MFLOP", "dtypes as run", "reason", "source"), "bold")]
+    title, *texts = table([_TITLES, *map(_cells, shown)], _OPERATIONS, gap=" ")
+    parts += ["", paint(title, "bold")]
     scope = None
-    for line in shown:
+    for line, text in zip(shown, texts, strict=True):
         if line.scope != scope:
             scope = line.scope
-            parts.append(paint(_cut(f"{scope or '(no scope)'}", WIDTH), "green"))
-        text = _columns(
-            f"  {line.primitive}{'' if line.phase == 'forward' else chr(39)}",
-            str(line.times),
-            _millions(line.flops),
-            line.dtypes,
-            line.reason,
-            line.source,
-        )
+            parts.append(paint(cut(scope or "(no scope)", WIDTH), "green"))
         parts.append(paint(text, "red") if line.is_wide_matmul else text)
     if len(shown) < len(lines):
-        parts.append(f"... and {len(lines) - len(shown)} lines more: {more}")
-    parts.append(paint("' is the backward pass.", "dim"))
+        parts.append(f"... and {len(lines) - len(shown)} more lines: {more}")
+    parts.append(paint("' marks the backward pass.", "dim"))
     return "\n".join(parts)
 
 
-def lines_of(report: Any) -> list[Line]:
-    """The table without what only moves, worst scope first: by FLOPs of matmuls that are not low, then by all FLOPs."""
+def lines_of(report: ReportData) -> list[Line]:
+    """The lines of the table, without operations that only move data.
+
+    The worst scope comes first: the one with the most FLOPs in wide matmuls, then the one with the most FLOPs.
+    """
     wide = set(map(id, report.wide_matmuls))
     groups: dict[tuple[Any, ...], Line] = {}
     for row in report.rows:
         if row.flops or row.kind != "other":
             source = "" if row.source is None else str(row.source)
-            key = row.scope, row.phase, row.primitive, str(row.run), reason_of(row), source
+            key = row.scope, row.phase, row.primitive, str(row.run), short_reason(row), source
             line = groups.get(key) or Line(*key, 0, 0, id(row) in wide)
             groups[key] = line._replace(times=line.times + row.times, flops=line.flops + row.flops)
     lines = list(groups.values())
-    cost: dict[str, tuple[int, int]] = {}
+    costs: dict[str, tuple[int, int]] = {}
     for line in lines:
-        bad, total = cost.get(line.scope, (0, 0))
-        cost[line.scope] = bad + line.flops * line.is_wide_matmul, total + line.flops
-    ranks = {scope: (-bad, -total, scope) for scope, (bad, total) in cost.items()}
+        wide_flops, flops = costs.get(line.scope, (0, 0))
+        costs[line.scope] = wide_flops + line.flops * line.is_wide_matmul, flops + line.flops
+    ranks = {scope: (-wide_flops, -flops, scope) for scope, (wide_flops, flops) in costs.items()}
     return sorted(lines, key=lambda line: (ranks[line.scope], not line.is_wide_matmul, -line.flops))
 
 
-def totals_of(report: Any) -> Iterator[tuple[str, str]]:
+def totals_of(report: ReportData) -> Iterator[tuple[str, str]]:
+    """The totals that there are to tell, each with its title."""
     total = sum(report.matmul_flops.values())
-    shares = ", ".join(f"{100 * flops / (total or 1):.1f} % {dtype}" for dtype, flops in report.matmul_flops.items())
+    shares = ", ".join(f"{percent(flops / (total or 1))} {dtype}" for dtype, flops in report.matmul_flops.items())
     yield "matmul FLOPs", f"{si(total)}: {shares}" if total else "none"
     yield "casts", f"{report.cast_count}, {si(report.cast_bytes)}B if none is fused"
     if report.kept is not None:
@@ -104,64 +123,39 @@ def totals_of(report: Any) -> Iterator[tuple[str, str]]:
         yield "keys that matched nothing", ", ".join(map(repr, report.unmatched))
 
 
-def reason_of(row: Row) -> str:
-    """Backwards, the reason of what is differentiated: a stroke says that it is a derivative."""
+def short_reason(row: Row) -> str:
+    """The reason of a row, without "derivative of X: " in front.
+
+    The backward pass is marked by an apostrophe already. This is the only place that takes the text of a reason apart.
+    """
     return row.reason.partition(": ")[2] if row.phase == "backward" and ": " in row.reason else row.reason
 
 
-def sizes_of(row: Row) -> str:
+def dimensions_text(row: Row) -> str:
+    """The dimensions of a matmul: `m 16 n 32 k 8`."""
     return "" if row.dims is None else " ".join(f"{name} {size}" for name, size in row.dims._asdict().items())
 
 
-def _unlike(rows: Iterable[Row]) -> list[Row]:
-    """One row of each kind that would be shown in the same words."""
-    return list({(row.phase, row.scope, row.primitive, row.reason, row.dims, row.source): row for row in rows}.values())
+def operation_text(row: Row | Line) -> str:
+    """The name of the primitive, with an apostrophe in the backward pass."""
+    return row.primitive if row.phase == "forward" else f"{row.primitive}'"
 
 
-def _matmul(row: Row, why: str) -> str:
-    place = f"{row.scope or '(no scope)'}  {row.primitive}{'' if row.phase == 'forward' else chr(39)}"
-    flops = f"{_millions(row.flops)} MFLOP".rjust(14)
-    return "  " + _fit((place, 36), (flops, 14), (why, 25), (_end(str(row.source or ""), 20), 20))
+def _matmul_lines(rows: Iterable[Row], remark: Callable[[Row], str]) -> list[str]:
+    """A line for each matmul, with a remark; those that would read the same appear once."""
+    distinct = {(row.phase, row.scope, row.primitive, row.reason, row.dims, row.source): row for row in rows}
+    cells = [
+        (
+            f"{row.scope or '(no scope)'}  {operation_text(row)}",
+            f"{millions(row.flops)} MFLOP",
+            remark(row),
+            str(row.source or ""),
+        )
+        for row in list(distinct.values())[:_MOST_MATMULS]
+    ]
+    return table(cells, _MATMULS, gap=" ", indent="  ")
 
 
-def _columns(operation: str, times: str, flops: str, dtypes: str, reason: str, source: str) -> str:
-    cells = (
-        (operation, 22),
-        (times.rjust(5), 5),
-        (flops.rjust(9), 9),
-        (dtypes, 18),
-        (reason, 22),
-        (_end(source, 19), 19),
-    )
-    return _fit(*cells)
-
-
-def _fit(*cells: tuple[str, int]) -> str:
-    return " ".join(_cut(text, width).ljust(width) for text, width in cells).rstrip()
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _end(text: str, width: int) -> str:
-    return text if len(text) <= width else "…" + text[1 - width :]
-
-
-def _pair(title: str, text: str) -> str:
-    return _cut(f"{title:<28}{text}", WIDTH)
-
-
-def _millions(flops: int) -> str:
-    return f"{flops / 1e6:.3g}" if flops < 999.5e6 else f"{flops / 1e6:,.0f}"
-
-
-def si(number: float) -> str:
-    """1234567 as 1.23 M."""
-    unit = 0
-    while number >= 999.5 and unit < len(_UNITS) - 1:  # what would be rounded to 1000 is 1 of the next unit
-        number, unit = number / 1000, unit + 1
-    return f"{number:.3g} {_UNITS[unit]}"
-
-
-_UNITS = ("", "k", "M", "G", "T", "P", "E")
+def _cells(line: Line) -> tuple[str, ...]:
+    operation = f"  {operation_text(line)}"
+    return operation, str(line.times), millions(line.flops), line.dtypes, line.reason, line.source

@@ -31,7 +31,7 @@
   const familyOf = (name) => page.families[page.ran_in.values.indexOf(name)] ?? "none";
   const pathOf = (source) => (source ? `${source.file}:${source.line} in ${source.function}` : "");
 
-  // -- what is shown: the state, and the rows that it leaves
+  // -- what is shown: the filters, and the rows that pass them
 
   const PHASES = ["forward", "backward"];
   const KINDS = ["matmul", "cast", "not entered", "other"];
@@ -39,17 +39,17 @@
   const TITLES = { wide: `matmuls not in ${data.compute_dtype}`, wasteful: "dimensions that waste tensor cores" };
   const state = {
     words: "", phases: new Set(PHASES), kinds: new Set(KINDS), only: null, // a name in SETS
-    scope: "", line: null, // a line of the map: {scope, source}, source being a number in the dictionary
+    scope: "", line: null, // a line of the map: {scope, source}, with source as an index into its column
     sort: "flops", down: true,
   };
-  let view = new Int32Array(0); // numbers of the rows that are left, in order
-  let chosen = null; // the number of the row whose details are shown
+  let view = new Int32Array(0); // indices of the rows that pass, in order
+  let chosen = null; // the index of the row whose details are shown
 
   const SEARCHED = ["scope", "primitive", "phase", "kind", "written", "run", "rule", "reason", "source"];
   const lowered = Object.fromEntries(
     SEARCHED.map((name) => [name, (page.texts[name] ?? rows[name].values).map((one) => String(one).toLowerCase())]));
 
-  // A column is matched by its few distinct values; a row only looks up theirs.
+  // Words are matched against the few distinct values of a column; a row only looks up the result.
   const matches = (words) => words.map((word) =>
     SEARCHED.map((name) => [rows[name].codes, lowered[name].map((one) => one.includes(word))]));
 
@@ -73,7 +73,7 @@
     view = Int32Array.from(left.sort((a, b) => sign * (keys[a] - keys[b]) || a - b));
   }
 
-  // Numbers to sort a column by; those of a text are its place among the distinct ones.
+  // The numbers that a column is sorted by; for text, the rank among its distinct values.
   const collator = new Intl.Collator("en", { numeric: true }); // block_2 before block_10
   const cache = {};
   function keysOf(name) {
@@ -91,7 +91,7 @@
     })());
   }
 
-  // -- the table: only the rows that can be seen are in the document
+  // -- the table: the document only holds the rows in view
 
   const COLUMNS = [
     { name: "order", title: "#", width: 58, number: true, show: (i) => whole(i + 1) },
@@ -148,7 +148,7 @@
     const shown = Array.from(view.subarray(first, last), (i, k) => make("tr",
       { id: `row-${i}`, class: value("phase", i), "data-row": i, "aria-rowindex": first + k + 2, "aria-current": i === chosen && "true" },
       ...COLUMNS.map((column) => cell(column, i))));
-    if (!view.length) shown.push(make("tr", {}, make("td", { colspan: COLUMNS.length, class: "faint nothing" }, "No operation is left.")));
+    if (!view.length) shown.push(make("tr", {}, make("td", { colspan: COLUMNS.length, class: "faint nothing" }, "No operation matches the filters.")));
     body.replaceChildren(gap(first * rowHeight), ...shown, gap((view.length - last) * rowHeight));
   }
 
@@ -189,7 +189,7 @@
     const facts = {
       "operation": `${value("primitive", i)}, ${value("phase", i)}, ${value("kind", i)}`,
       "scope": value("scope", i) || "(no scope)",
-      "dtypes as written": text("written", i) || "not written: added",
+      "dtypes as written": text("written", i) || "not in your program",
       "dtypes as run": text("run", i),
       "rule": value("rule", i) || "none",
       "reason": value("reason", i),
@@ -203,7 +203,7 @@
       [make("dt", {}, name), make("dd", {}, fact)])));
   }
 
-  // -- the map of scopes: what a scope does itself is split by source line
+  // -- the map of scopes: the work of a scope itself is split by source line
 
   const newNode = (name, scope, line = null) =>
     ({ name, scope, line, flops: 0, dtypes: new Map(), children: new Map(), lines: new Map() });
@@ -234,13 +234,13 @@
   }
 
   const childrenOf = (node) => [...node.children.values(), ...node.lines.values()].sort((a, b) => b.flops - a.flops);
-  // A scope that does nearly all of its work in one line needs no map of its own.
+  // A scope that does nearly all of its work in one line is not split further.
   const isLeaf = (node) => node !== tree && node.children.size === 0
     && [...node.lines.values()].every((line) => line.flops > 0.99 * node.flops || line.flops < 0.01 * node.flops);
   const most = (node) => [...node.dtypes].reduce((a, b) => (b[1] > a[1] ? b : a), ["", -1])[0];
   const find = (scope) => partsOf(scope).reduce((node, part) => node?.children.get(part), tree);
 
-  // Squarified (Bruls, Huizing, van Wijk 2000): rows of cells along the shorter side, as square as they come.
+  // Squarified (Bruls, Huizing, van Wijk 2000): rows of cells along the shorter side, as square as possible.
   function squarify(nodes, x, y, width, height) {
     const cells = [];
     let left = nodes.reduce((sum, node) => sum + node.flops, 0);
@@ -307,7 +307,7 @@
     };
     if (tree.flops) place(childrenOf(root), 0, 0, map.clientWidth, map.clientHeight, 1);
     if (cells.length) (cells.find((cell) => cell.classList.contains("chosen")) ?? cells[0]).tabIndex = 0;
-    else cells.push(make("p", { class: "quiet" }, "No operation counts FLOPs here."));
+    else cells.push(make("p", { class: "quiet" }, "No operation here has FLOPs."));
     const had = map.contains(document.activeElement);
     map.replaceChildren(...cells);
     if (had) map.querySelector('[tabindex="0"]')?.focus({ preventScroll: true });
@@ -324,7 +324,7 @@
     ]));
   }
 
-  // One stop of the tab key; arrows go from cell to cell.
+  // The tab key stops at the map once; arrow keys go from cell to cell.
   map.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (!step) return;
@@ -403,7 +403,7 @@
     byId("count").textContent = `${whole(view.length)} of ${whole(size)} operations, ${si(flops)}FLOP`;
     const chips = [];
     const chip = (label, change) => chips.push(make("button",
-      { type: "button", class: "chip", title: "Take this filter away", onclick: () => show(change) }, label));
+      { type: "button", class: "chip", title: "Remove this filter", onclick: () => show(change) }, label));
     if (state.scope) chip(`scope ${state.scope}`, { scope: "", line: null });
     if (state.line) {
       const where = state.line.scope === state.scope ? "" : ` in ${state.line.scope || "(no scope)"}`;

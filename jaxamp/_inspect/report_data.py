@@ -1,0 +1,123 @@
+"""The data of a report: its rows, and totals over them. How it is shown is decided elsewhere."""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from .kept import BytesKept
+from .rows import Row
+
+# What `to_dict` tells of a row, in this order.
+ROW_KEYS = (
+    "phase",
+    "scope",
+    "primitive",
+    "kind",
+    "written",
+    "run",
+    "rule",
+    "reason",
+    "source",
+    "times",
+    "flops",
+    "bytes",
+    "dims",
+)
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What `amp` does to one call of a function."""
+
+    name: str  # of the function
+    compute_dtype: str
+    rows: tuple[Row, ...]  # in the order in which operations run
+    kept: BytesKept | None  # for the backward pass, in float32 and under amp
+    unmatched: tuple[str, ...]  # keys of the policy that matched no operation
+    notes: tuple[str, ...]  # what could not be reported, and why
+
+    @functools.cached_property
+    def matmuls(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.kind == "matmul")
+
+    @functools.cached_property
+    def matmul_flops(self) -> dict[str, int]:
+        """FLOPs of matmuls by the dtype they multiply in, largest first."""
+        found: Counter[str] = Counter()
+        for row in self.matmuls:
+            found[row.multiplied] += row.flops
+        return dict(found.most_common())
+
+    @functools.cached_property
+    def low_share(self) -> float:
+        """The share of floating-point matmul FLOPs that run in the compute dtype; 1 if there are none."""
+        total = sum(flops for dtype, flops in self.matmul_flops.items() if "float" in dtype)
+        return self.matmul_flops.get(self.compute_dtype, 0) / total if total else 1.0
+
+    @functools.cached_property
+    def casts(self) -> tuple[Row, ...]:
+        """Casts between floats that the user did not write."""
+        return tuple(row for row in self.rows if row.kind == "cast")
+
+    @property
+    def cast_count(self) -> int:
+        return sum(row.times for row in self.casts)
+
+    @property
+    def cast_bytes(self) -> int:
+        """The bytes that casts read and write, if XLA fuses none of them."""
+        return sum(row.bytes for row in self.casts)
+
+    @functools.cached_property
+    def not_entered(self) -> dict[str, int]:
+        """Primitives that `amp` does not know and runs as written, with how often they run."""
+        found: Counter[str] = Counter()
+        for row in self.rows:
+            if row.kind == "not entered":
+                found[row.primitive] += row.times
+        return dict(found.most_common())
+
+    @functools.cached_property
+    def wide_matmuls(self) -> tuple[Row, ...]:
+        """Matmuls left in float32, largest first. `amp` never lowers integers or float64, so they don't count."""
+        wide = (row for row in self.matmuls if row.multiplied == "float32" != self.compute_dtype)
+        return tuple(sorted(wide, key=lambda row: -row.flops))
+
+    @functools.cached_property
+    def wasteful_matmuls(self) -> tuple[Row, ...]:
+        """Low-precision matmuls with a dimension that tensor cores pad, because it is not a multiple of `multiple`."""
+        low = (row for row in self.matmuls if row.multiplied == self.compute_dtype)
+        return tuple(row for row in low if row.dims is not None and any(size % self.multiple for size in row.dims))
+
+    @property
+    def multiple(self) -> int:
+        """What the dimensions of a matmul should be a multiple of, so that tensor cores don't pad."""
+        return 16 if jnp.dtype(self.compute_dtype).itemsize == 1 else 8
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole report, ready for JSON."""
+        return {
+            "name": self.name,
+            "compute_dtype": self.compute_dtype,
+            "totals": {
+                "matmul_flops": self.matmul_flops,
+                "low_share": self.low_share,
+                "casts": self.cast_count,
+                "cast_bytes": self.cast_bytes,
+                "bytes_kept": None if self.kept is None else self.kept._asdict(),
+                "not_entered": self.not_entered,
+                "unmatched_keys": list(self.unmatched),
+                "wide_matmuls": len(self.wide_matmuls),
+                "wasteful_matmuls": len(self.wasteful_matmuls),
+            },
+            "notes": list(self.notes),
+            "rows": [{key: to_json(getattr(row, key)) for key in ROW_KEYS} for row in self.rows],
+        }
+
+
+def to_json(value: Any) -> Any:
+    """An entry of a row, ready for JSON: a named tuple becomes a dictionary."""
+    return value._asdict() if hasattr(value, "_asdict") else value
