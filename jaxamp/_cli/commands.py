@@ -13,7 +13,8 @@ from .._inspect.check import list_problems, problems_of
 from .._inspect.report import AmpReport, amp_report
 from .._inspect.text import is_colourful
 from .._inspect.text import render as render_report
-from .._policy.toml import Policy, header, load_policy, presets
+from .._policy.lookup import Policy
+from .._policy.toml import header, load_policy, presets
 from .arguments import format_argument, parse_dtype
 from .doctor import diagnose
 from .policies import differences, entries_of

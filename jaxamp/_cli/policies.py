@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._compat import Primitive
-from .._plan.higher_order import is_higher_order
+from .._plan.higher_order import higher_order
+from .._policy.lookup import Key, Policy
 from .._policy.rules import WORDS, ByTarget, Rule
-from .._policy.toml import Key, Policy
 
 RULE_ORDER = ("compute", "infer", "widest", "float32")  # as rules are listed
 _NAMES = {WORDS[name]: name for name in RULE_ORDER}
@@ -91,7 +91,7 @@ def _differences(a: Policy, b: Policy, dtype: np.dtype | None) -> Iterator[Diffe
 def _rule_if_unnamed(policy: Policy, key: Key, dtype: np.dtype | None) -> RuleName | None:
     """The rule that acts like leaving this key out of a policy, if there is one."""
     default = _rule_name(policy["amp_default"], dtype)
-    has_no_body = isinstance(key, Primitive) and not is_higher_order(key)
+    has_no_body = isinstance(key, Primitive) and higher_order(key) is None
     return default if has_no_body and default == RuleName("float32", {}) else None
 
 

@@ -1,9 +1,9 @@
 """The checks behind `AmpReport.check` and `assert_mixed`."""
 
-import fnmatch
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .._policy.scopes import covers
 from .compiled import CompiledMatmul, compiled_matmuls
 from .report_data import ReportData
 
@@ -19,12 +19,12 @@ def problems_of(
     """The problems of a report, one line each. See `AmpReport.check`."""
     globs = [low] if isinstance(low, str) else list(low)
     for glob in globs:
-        if glob != "*" and not any(matches(row.scope, glob) for row in report.matmuls):
+        if glob != "*" and not any(_is_in(row.scope, glob) for row in report.matmuls):
             yield f"no matmul is in a scope that matches {glob!r}"
     for row in report.matmuls:
-        is_checked = any(matches(row.scope, glob) for glob in globs)
+        is_checked = any(_is_in(row.scope, glob) for glob in globs)
         is_float = "float" in row.multiplied  # amp does not touch integers
-        if is_checked and is_float and row.multiplied != report.compute_dtype:
+        if is_checked and is_float and not report.is_low(row):
             what = f"{row.phase} {row.primitive} in {row.multiplied}, not in {report.compute_dtype}"
             yield f"{what}: {row.reason} (scope {row.scope or 'none'}, {row.source or 'source unknown'})"
     if compiled is not None:
@@ -44,14 +44,13 @@ def list_problems(name: str, problems: Iterable[str]) -> str:
 
 def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
     for glob in globs:
-        if not any(matches(row.scope, glob) for row in found):
+        if not any(_is_in(row.scope, glob) for row in found):
             yield f"the compiled program has no matmul in a scope that matches {glob!r}"
     for row in found:
-        is_checked = any(matches(row.scope, glob) for glob in globs)
+        is_checked = any(_is_in(row.scope, glob) for glob in globs)
         if is_checked and any(operand != dtype for operand in row.operands):
             yield f"compiled {row.op} multiplies {' by '.join(row.operands)}, not {dtype} (scope {row.scope or 'none'})"
 
 
-def matches(scope: str, glob: str) -> bool:
-    """Whether a glob matches a path of scopes, or any one scope on it."""
-    return fnmatch.fnmatchcase(scope, glob) or any(fnmatch.fnmatchcase(part, glob) for part in scope.split("/"))
+def _is_in(scope: str, glob: str) -> bool:
+    return covers(glob, scope.split("/") if scope else ())

@@ -1,8 +1,8 @@
 """`compare`: how far `amp` is from full precision, operation by operation and gradient by gradient.
 
 The call is run twice, equation by equation: as written, and as `amp` runs it. The n-th exponential of a scope is
-compared with the n-th exponential of that scope, round by round of a loop. What the other run does not have, because a
-loop ended sooner or another branch was taken, is left out.
+compared with the n-th exponential of that scope, round by round of a loop. Operations that only one run has, because a
+loop ended early or another branch was taken, are left out.
 """
 
 from collections import Counter
@@ -17,13 +17,16 @@ import numpy as np
 from jax import tree_util as jtu
 
 from .._compat import Jaxpr
+from .._errors import summary
 from .._plan.residuals import Keep
-from .._primitives.matmul import order_when_swapped
+from .._policy.rules import Replacement
 from .._scaling.state import DynamicScalerState, check_state
-from .._traits.table import COMPARES, MOVES
-from .._transform.amp import Options, PolicyLike, check_function, check_options, plan_call, split_call
-from .._transform.interpreter import Ledger
-from .cost import base_name
+from .._table import WIDTH, Column, table
+from .._traits import shown_name, traits_of
+from .._transform.amp import plan_call
+from .._transform.call import split_call
+from .._transform.ledger import Ledger
+from .._transform.options import Options, PolicyLike, check_function, check_options
 from .location import Place, Source
 from .program import Program, program_of
 from .pullback import Pullback
@@ -108,9 +111,9 @@ class Comparison:
         parts = {"results": self.results, "gradients": self.gradients, "scopes": self.scopes}
         for title, rows in parts.items():
             if rows:
-                lines += ["", f"{title:<44}{'relative':>10}{'SNR dB':>8}{'cosine':>10}  {'dtype':<9}source"]
-                lines += [_line(row, by_scope=title == "scopes") for row in rows[:15]]
-                lines += [f"... and {len(rows) - 15} more: .{title}"] if len(rows) > 15 else []
+                cells = [_cells(row, by_scope=title == "scopes") for row in rows[:_SHOWN]]
+                lines += ["", *table([(title, *_TITLES), *cells], _COLUMNS, gap=" ", width=WIDTH)]
+                lines += [f"... and {len(rows) - _SHOWN} more: .{title}"] if len(rows) > _SHOWN else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def plot(self, path: Any = None) -> Any:
@@ -123,15 +126,16 @@ class Comparison:
         return draw_ranges(self, path)
 
 
-def _line(row: Compared, by_scope: bool) -> str:
+_SHOWN = 15  # rows of each list, when a comparison is printed
+_TITLES = ("relative", "SNR dB", "cosine", " dtype", "source")
+_COLUMNS = (Column(43, cut="left"), Column(10, "right"), Column(7, "right"), Column(9, "right"), Column(9), Column())
+
+
+def _cells(row: Compared, by_scope: bool) -> tuple[str, ...]:
     name = f"{row.scope or '(no scope)'}: {row.name}" if by_scope else row.name
-    name = name if len(name) <= 43 else "…" + name[-42:]
     error = row.error
-    return (
-        f"{name:<44}{error.relative:>10.2e}{error.snr_db:>8.1f}{error.cosine:>10.6f}  {row.dtype:<9}{row.source or ''}"[
-            :100
-        ].rstrip()
-    )
+    numbers = f"{error.relative:.2e}", f"{error.snr_db:.1f}", f"{error.cosine:.6f}"
+    return name, *numbers, f" {row.dtype}", str(row.source or "")
 
 
 def compare(
@@ -140,13 +144,14 @@ def compare(
     compute_dtype: Any = jnp.float16,
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
+    disable_passes: Sequence[str] = (),
     backward: bool = True,
 ) -> Callable[..., Comparison]:
     """Run a call in full precision and under `amp`, and say how far they are apart, and where it begins.
 
     Args:
         fn: The function, as it would be given to `amp`.
-        compute_dtype, amp_policy, keep: As for `amp`.
+        compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to compare the gradients of the first result, by the floating-point arrays of the first
             argument. A result that is no scalar is summed, and a note says so.
 
@@ -170,7 +175,7 @@ def compare(
     - Random draws are the same in both runs as long as they are drawn from the same key and in the same dtype.
     """
     check_function("compare", fn)
-    options = check_options(compute_dtype, amp_policy, keep)
+    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
 
     def compared(*args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwargs: Any) -> Comparison:
         if dynamic_scaler_state is not None:
@@ -180,9 +185,10 @@ def compare(
         written, wide, notes = _reference(options, program, fn, args, kwargs)
         recorder = _Recorder()
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
-        judge = _Judge(recorder.seen, program.ledger)
-        found = Walker(program.ledger, judge.look).run(program.mixed, program.arrays, Place("forward", program.path))
-        notes += judge.notes()
+        matcher = _Matcher(recorder.seen, program.ledger)
+        found = Walker(program.ledger, matcher.look).run(program.mixed, program.arrays, Place("forward", program.path))
+        matcher.finish()
+        notes += matcher.notes()
         results = [
             Compared(f"result {i}", "", None, str(x.dtype), error_of(x, y))
             for i, (x, y) in enumerate(zip(found, expected, strict=True))
@@ -211,7 +217,7 @@ def compare(
             "float32" if written is program.written else "float64",
             _worst_first(results),
             _worst_first(gradients),
-            _worst_first(judge.rows),
+            _worst_first(matcher.rows),
             recorder.ranges,
             tuple(notes),
         )
@@ -261,10 +267,9 @@ def _reference(
     args, kwargs, fn = jax.tree.map(_widened, (args, kwargs, fn))
     call, arrays = split_call(fn, args, kwargs)
     try:
-        return plan_call(options, call, arrays)[0].jaxpr, arrays, []
+        return plan_call(options, call, arrays).plan.jaxpr, arrays, []
     except Exception as error:  # a function that names float32 may refuse others
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return program.written, program.arrays, [f"no float64 reference: {reason}"]
+        return program.written, program.arrays, [f"no float64 reference: {summary(error)}"]
 
 
 def _has_64_bits() -> bool:
@@ -285,13 +290,14 @@ class _Numbers:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, Any]] = Counter()
 
-    def key(self, eqn: Any, place: Place, outs: Sequence[Any]) -> Key | None:
-        name = base_name(eqn.primitive)
-        if name in MOVES or name in COMPARES or name in ("convert_element_type", "held", "ordered"):
+    def key(self, primitive: Any, place: Place, outs: Sequence[Any]) -> Key | None:
+        """The key of an operation; None for one that computes nothing of its own."""
+        traits = traits_of(primitive)
+        if traits.moves or traits.compares or traits.passes_on:
             return None
         if not outs or not jnp.issubdtype(outs[0].dtype, jnp.floating):
             return None
-        which = place.scope, name, place.turns
+        which = place.scope, shown_name(primitive), place.turns
         self._counts[which] += 1
         return *which, self._counts[which]
 
@@ -305,7 +311,7 @@ class _Recorder:
         self._numbers = _Numbers()
 
     def record(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        key = self._numbers.key(eqn, place, outs)
+        key = self._numbers.key(eqn.primitive, place, outs)
         if key is not None:
             self.seen[key] = outs[0]
             self.add_range(place.scope, outs[:1])
@@ -315,8 +321,12 @@ class _Recorder:
             self.ranges[name] = self.ranges.get(name, Range(Counter(), 0)) + range_of(x)
 
 
-class _Judge:
-    """Compares the results of another run with those that were kept, which it uses up."""
+class _Matcher:
+    """Compares the results of another run with those of the reference, which it uses up.
+
+    An operation that a rule of the policy has replaced may be many equations: its last result is compared with the
+    result of the operation as written.
+    """
 
     def __init__(self, seen: dict[Key, Any], ledger: Ledger):
         self.rows: list[Compared] = []
@@ -324,20 +334,36 @@ class _Judge:
         self._ledger = ledger
         self._seen = seen
         self._numbers = _Numbers()
+        self._replaced: tuple[Place, Sequence[Any]] | None = None  # the last equation of one that was replaced
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
-        key = self._numbers.key(eqn, place, outs)
+        record = None if place.mark is None else self._ledger.records[place.mark]
+        if self._replaced is not None and not _is_same_run(place, self._replaced[0]):
+            self.finish()
+        if record is not None and isinstance(record.step.found.rule, Replacement) and record.step.operation is not None:
+            self._replaced = place, outs
+        else:
+            self._compare(eqn.primitive, place, outs)
+
+    def finish(self) -> None:
+        """Compare the operation that was replaced last."""
+        if self._replaced is not None:
+            (place, outs), self._replaced = self._replaced, None
+            assert place.mark is not None
+            self._compare(self._ledger.records[place.mark].eqn.primitive, place, outs)
+
+    def _compare(self, primitive: Any, place: Place, outs: Sequence[Any]) -> None:
+        key = self._numbers.key(primitive, place, outs)
         if key is None:
             return
         reference = self._seen.pop(key, None)
         if reference is not None and place.mark is not None:
-            origin, step = place.step(self._ledger)
-            order = order_when_swapped(origin) if step.swapped else None
+            order = self._ledger.records[place.mark].step.order
             reference = reference if order is None else jnp.transpose(reference, order)
         if reference is None or reference.shape != outs[0].shape:
             self._alone += 1
             return
-        name, dtype = base_name(eqn.primitive), str(outs[0].dtype)
+        name, dtype = shown_name(primitive), str(outs[0].dtype)
         self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
 
     def notes(self) -> list[str]:
@@ -345,9 +371,14 @@ class _Judge:
         if not (self._alone or self._seen):
             return []
         return [
-            f"left out, for want of a partner in the other run: {self._alone} operations of amp, {len(self._seen)} of "
-            "the reference. Loops with other numbers of rounds and other branches have such."
+            f"left out, because the other run has no partner for them: {self._alone} operations of amp, "
+            f"{len(self._seen)} of the reference. This happens if loops take other numbers of rounds, or conds other "
+            "branches."
         ]
+
+
+def _is_same_run(a: Place, b: Place) -> bool:
+    return (a.mark, a.turns) == (b.mark, b.turns)
 
 
 def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:

@@ -1,12 +1,12 @@
 """How many bytes a function keeps for its backward pass, with and without `amp`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._plan.residuals import Keep
-from .._transform.amp import PolicyLike, check_function, check_options
+from .._transform.options import PolicyLike, check_function, check_options
 from .program import program_of
 from .pullback import pullback_of
 
@@ -24,6 +24,7 @@ def bytes_kept(
     compute_dtype: Any = jnp.float16,
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
+    disable_passes: Sequence[str] = (),
 ) -> Callable[..., BytesKept]:
     """Count the bytes that `fn` and `amp(fn)` keep for the backward pass, as a function of `fn`'s arguments.
 
@@ -40,7 +41,7 @@ def bytes_kept(
     True
     """
     check_function("bytes_kept", fn)
-    options = check_options(compute_dtype, amp_policy, keep)
+    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
 
     def kept(*args: Any, **kwargs: Any) -> BytesKept:
         if not args:
@@ -49,6 +50,8 @@ def bytes_kept(
                 "jaxamp.bytes_kept(loss_fn)(params, batch)."
             )
         program = program_of(options, fn, args, kwargs)
-        return BytesKept(*(pullback_of(jaxpr, program.moving).kept for jaxpr in (program.written, program.mixed)))
+        return BytesKept(
+            *(pullback_of(jaxpr, program.differentiated).kept for jaxpr in (program.written, program.mixed))
+        )
 
     return kept

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._compat import first_frame, marks_of, scopes, up_to_mark
-from .._plan.plan import Step
-from .._transform.interpreter import Ledger
+from .._transform.ledger import Ledger
 
 
 class Source(NamedTuple):
@@ -44,7 +43,7 @@ class Place(NamedTuple):
         stack = eqn.source_info.name_stack
         marks = marks_of(stack)
         stack = up_to_mark(stack, marks[0]) if marks else stack
-        lines = [_source(e.source_info.traceback) for e in (*(ledger.equation(mark) for mark in marks), eqn)]
+        lines = [_source(e.source_info.traceback) for e in (*(ledger.records[mark].eqn for mark in marks), eqn)]
         lines = [line for line in lines if line is not None]
         users = [line for line in (*lines, self.source) if line is not None and _is_the_users(line.file)]
         return self._replace(
@@ -52,12 +51,6 @@ class Place(NamedTuple):
             mark=marks[0] if marks else self.mark,
             source=next(iter((*users, *lines)), self.source),
         )
-
-    def step(self, ledger: Ledger) -> tuple[Any, Step]:
-        """The user's equation behind what is here, and what was planned for it."""
-        assert self.mark is not None
-        plan, i = ledger.steps[self.mark]
-        return ledger.equation(self.mark), plan.steps[i]
 
 
 # -- source lines

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._compat import Jaxpr, Primitive
-from .._plan.higher_order import bind, is_higher_order
+from .._formats import is_float
+from .._jaxpr import bind
+from .._plan.higher_order import higher_order
 from .._plan.residuals import Keep
 from .._scaling.state import DynamicScalerState, check_state
-from .._traits.table import ELEMENTWISE, MATMULS, MOVES, PRESERVES, REDUCES
-from .._transform.amp import PolicyLike, check_function, check_options
-from .cost import base_name
+from .._traits import shown_name, traits_of
+from .._transform.options import PolicyLike, check_function, check_options
 from .location import Place, Source
 from .program import Program, program_of
 from .pullback import Pullback
@@ -130,6 +132,7 @@ def find_overflow(
     compute_dtype: Any = jnp.float16,
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
+    disable_passes: Sequence[str] = (),
     backward: bool = True,
     underflow: float = 0.05,
 ) -> Callable[..., OverflowReport]:
@@ -138,7 +141,7 @@ def find_overflow(
     Args:
         fn: The loss, as it would be given to `amp`. Its first result is differentiated, by the floating-point arrays of
             the first argument.
-        compute_dtype, amp_policy, keep: As for `amp`.
+        compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to look at the backward pass too. A result that is no scalar is summed, and a note says so.
         underflow: The share of entries that a low operation of the backward pass may flush to zero before it is
             reported. Forwards, where small probabilities are zero in any network, it is half of them at least.
@@ -162,7 +165,7 @@ def find_overflow(
     - What a derivative needs of the forward pass, such as `0.5 / sqrt(x)`, is computed there: its phase is "forward".
     """
     check_function("find_overflow", fn)
-    options = check_options(compute_dtype, amp_policy, keep)
+    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
 
     def find(*args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwargs: Any) -> OverflowReport:
         if dynamic_scaler_state is not None:
@@ -170,7 +173,7 @@ def find_overflow(
         program = program_of(options, fn, args, kwargs)
         program.check_concrete("find_overflow")
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
-        bad = sum(not bool(_all_finite(x)) for x in program.arrays if _is_float(x))
+        bad = sum(not bool(_all_finite(x)) for x in program.arrays if is_float(x))
         notes += [f"{bad} of the arguments' arrays are not finite already"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed
         events, outs = _probed(program, underflow, "forward", forward, program.arrays)
@@ -182,7 +185,7 @@ def find_overflow(
         clamped = [event for event in events if event.kind == "clamped"]
         before = {_key(event) for event in clamped if event.phase == "forward"}  # a checkpoint clamps it again
         small = sorted((event for event in events if event.kind == "underflow"), key=lambda event: -event.share)
-        finite = all(bool(_all_finite(x)) for x in (*outs, *gradients) if _is_float(x))
+        finite = all(bool(_all_finite(x)) for x in (*outs, *gradients) if is_float(x))
         return OverflowReport(
             program.name,
             options.compute_dtype.name,
@@ -242,7 +245,7 @@ class _Probe:
         if reader is not None and (beyond := int(_finite_beyond(ins[1], ins[2]))):
             self._add("clamped", reader, place, ins[1:2], outs[0].size, self._low, beyond)
         for k, out in enumerate(outs):
-            if _is_float(out) and out.size:
+            if is_float(out) and out.size:
                 if not bool(_all_finite(out)):
                     for kind, entries in zip(("invalid", "overflow"), _made(eqn, k, ins, out), strict=True):
                         if entries:
@@ -258,7 +261,7 @@ class _Probe:
         """What reads the result of a `clamp` of ours (`_rules.saturate`); None of any other equation."""
         if eqn.primitive.name != "clamp" or place.mark is None:
             return None
-        reader = self._ledger.equation(place.mark).primitive
+        reader = self._ledger.records[place.mark].eqn.primitive
         ours = reader is not eqn.primitive and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
         return reader if ours else None
 
@@ -278,25 +281,21 @@ class _Probe:
             return
         info = jnp.finfo(dtype)
         limit = float(info.smallest_normal if kind == "underflow" else info.max)
-        largest = max((float(_largest(x)) for x in ins if _is_float(x) and np.size(x)), default=0.0)
-        name, share = base_name(primitive), entries / size
+        largest = max((float(_largest(x)) for x in ins if is_float(x) and np.size(x)), default=0.0)
+        name, share = shown_name(primitive), entries / size
         where = place.phase, place.scope, name, place.source, place.rounds
         event = Event(kind, *where, str(dtype), largest, limit, share, None, self._made_for(place, name))
         self._found[key] = event, {place.rounds: None}
 
     def _made_for(self, place: Place, name: str) -> str:
-        origin = None if place.mark is None else self._ledger.equation(place.mark)
-        if origin is None or is_higher_order(origin.primitive) or base_name(origin.primitive) == name:
+        origin = None if place.mark is None else self._ledger.records[place.mark].eqn
+        if origin is None or higher_order(origin.primitive) is not None or shown_name(origin.primitive) == name:
             return ""
-        return base_name(origin.primitive)
+        return shown_name(origin.primitive)
 
     @property
     def events(self) -> list[Event]:
         return [event._replace(again=tuple(rounds)[1:]) for event, rounds in self._found.values()]
-
-
-def _is_float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 @jax.jit
@@ -311,18 +310,19 @@ def _finite_beyond(x: Any, largest: Any) -> jax.Array:
 
 def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
     """How many entries of a result are NaN but made of no NaN, and how many are infinite but made of finite numbers."""
-    name, floats = base_name(eqn.primitive), [x for x in ins if _is_float(x)]
+    traits, floats = traits_of(eqn.primitive), [x for x in ins if is_float(x)]
     nans, infs = jnp.isnan(out), jnp.isinf(out)
-    if name in MOVES and name != "reduce_precision":
+    if traits.moves and not traits.fixed_dtype:
         return 0, 0
     if all(bool(_all_finite(x)) for x in floats):
         return int(nans.sum()), int(infs.sum())
-    if name in ELEMENTWISE:
+    if traits.elementwise:
         of_nan, of_infinite = (functools.reduce(jnp.logical_or, map(f, floats)) for f in (jnp.isnan, _is_not_finite))
         return int((nans & ~of_nan).sum()), int((infs & ~of_infinite).sum())
-    if name in _SUMS:  # what is there without those of its operands that are bad is made here
+    if traits.matmul or traits.reduces or traits.keeps_range:  # what is there without bad operands is made here
+        neutral = float(eqn.primitive is lax.reduce_prod_p)
         without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
-        finite = _again(eqn, k, [_replaced(x, _is_not_finite, "prod" in name) for x in ins])
+        finite = _again(eqn, k, [_replaced(x, _is_not_finite, neutral) for x in ins])
         if without_nan is not None and finite is not None:
             overflows = jnp.isinf(finite) & (nans | (out == finite))
             return int((nans & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
@@ -332,15 +332,12 @@ def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
     return 0 if any(bool(jnp.isnan(x).any()) for x in floats) else int(nans.sum()), int(overflows.sum())
 
 
-_SUMS = MATMULS | REDUCES | PRESERVES
-
-
 def _is_not_finite(x: Any) -> jax.Array:
     return ~jnp.isfinite(x)
 
 
 def _replaced(x: Any, bad: Callable[[Any], jax.Array], value: float) -> Any:
-    return jnp.where(bad(x), jnp.asarray(value, x.dtype), x) if _is_float(x) else x
+    return jnp.where(bad(x), jnp.asarray(value, x.dtype), x) if is_float(x) else x
 
 
 def _again(eqn: Any, k: int, ins: Sequence[Any], **changed: Any) -> Any:
@@ -368,14 +365,14 @@ def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
     if not bool((out == 0).any()):
         return 0
     if eqn.primitive.name == "convert_element_type":
-        return int(_zeros_of_more(out, ins[0])) if _is_float(ins[0]) else 0
+        return int(_zeros_of_more(out, ins[0])) if is_float(ins[0]) else 0
     wide = _in_float32(eqn, k, ins)
     return 0 if wide is None else int(_zeros_of_more(out, wide))
 
 
 def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
     """The result of the same operation in float32; None of a primitive that has no such form."""
-    wide = [x.astype(jnp.float32) if _is_float(x) else x for x in ins]
+    wide = [x.astype(jnp.float32) if is_float(x) else x for x in ins]
     changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
     return _again(eqn, k, wide, **changed)
 

@@ -8,11 +8,14 @@ import jax
 import numpy as np
 
 from .._compat import Jaxpr
+from .._errors import summary
+from .._formats import float_dtype
 from .._plan.classify import Path
 from .._plan.plan import Plan
-from .._plan.sensitivity import float_dtype
-from .._transform.amp import Options, floats_of_first, plan_call, run_plan, split_call
-from .._transform.interpreter import Ledger
+from .._transform.amp import plan_call, run_plan
+from .._transform.call import floats_of_first, split_call
+from .._transform.ledger import Ledger
+from .._transform.options import Options
 from .pullback import Pullback, pullback_of
 
 
@@ -25,7 +28,7 @@ class Program(NamedTuple):
     mixed: Jaxpr
     ledger: Ledger
     arrays: list[Any]
-    moving: list[int]  # where the floats of the first argument are among the arrays
+    differentiated: list[int]  # where the floats of the first argument are among the arrays
     path: Path
 
     @property
@@ -35,13 +38,13 @@ class Program(NamedTuple):
     def pullbacks(self, *jaxprs: Jaxpr) -> tuple[list[Pullback], list[str]]:
         """Programs of this call by the floats of the first argument; none, and a note why, if that can't be done."""
         results = [aval for aval in self.written.out_avals if float_dtype(aval) is not None]
-        if not self.moving or not results:
-            where = "the results have" if self.moving else "the first argument has"
+        if not self.differentiated or not results:
+            where = "the results have" if self.differentiated else "the first argument has"
             return [], [f"no backward pass: {where} no floating-point array"]
         try:
-            return [pullback_of(jaxpr, self.moving) for jaxpr in jaxprs], _note_on_sum(results[0])
+            return [pullback_of(jaxpr, self.differentiated) for jaxpr in jaxprs], _note_on_sum(results[0])
         except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
-            return [], [f"no backward pass: {type(error).__name__}: {str(error).splitlines()[0]}"]
+            return [], [f"no backward pass: {summary(error)}"]
 
     def check_concrete(self, name: str) -> None:
         """Refuse a call that has no numbers to run on."""
@@ -63,9 +66,10 @@ def _note_on_sum(aval: Any) -> list[str]:
 def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """Trace a call and what `amp` makes of it. Nothing is computed."""
     call, arrays = split_call(fn, args, kwargs)
-    plan, planner, _ = plan_call(options, call, arrays)
-    ledger = Ledger()
-    run = functools.partial(run_plan, options.keep, planner, plan, ledger=ledger)
+    planned, ledger = plan_call(options, call, arrays), Ledger()
+    run = functools.partial(run_plan, planned, ledger=ledger)
     mixed = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Program(name, options.compute_dtype, plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path)
+    return Program(
+        name, options.compute_dtype, planned.plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path
+    )

@@ -1,4 +1,4 @@
-"""The way back of a traced function: its jaxpr, and what is kept for it."""
+"""The backward pass of a traced function: its jaxpr, and what is kept for it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import tree_util as jtu
 
 from .._compat import Jaxpr, Literal, open_jaxpr
-from .._plan.higher_order import along, evaluate
-from .._plan.sensitivity import float_dtype
+from .._formats import float_dtype
+from .._jaxpr import along, evaluate
 from .._scaling.cotangent import as_cotangent
 
 
@@ -31,7 +31,7 @@ class Pullback(NamedTuple):
         return [jnp.full_like(x, as_cotangent(jnp.float32(scale), x.dtype)) for x in floats[:1]]
 
 
-def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
+def pullback_of(jaxpr: Jaxpr, differentiated: Sequence[int]) -> Pullback:
     """Differentiate a closed jaxpr by some of its operands. Nothing is computed."""
     avals = [v.aval for v in open_jaxpr(jaxpr).invars]
     results = [i for i, v in enumerate(open_jaxpr(jaxpr).outvars) if float_dtype(v.aval) is not None][:1]
@@ -42,8 +42,8 @@ def pullback_of(jaxpr: Jaxpr, moving: Sequence[int]) -> Pullback:
         return [outs[i] for i in results], outs
 
     def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
-        some = [operands[i] for i in moving]
-        _, pull, outs = jax.vjp(along(function, operands, moving), *some, has_aux=True)
+        some = [operands[i] for i in differentiated]
+        _, pull, outs = jax.vjp(along(function, operands, differentiated), *some, has_aux=True)
         leaves, tree = jtu.tree_flatten(pull)
         trees.append(tree)
         return outs, leaves

@@ -5,7 +5,7 @@ and backward; their reasons come from the plan.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._plan.residuals import Keep
-from .._transform.amp import PolicyLike, check_function, check_options, unmatched
+from .._transform.options import PolicyLike, check_function, check_options
 from .check import list_problems, problems_of
 from .html import page_of
 from .kept import BytesKept
@@ -23,6 +23,7 @@ from .program import program_of
 from .report_data import ReportData
 from .rows import rows_of
 from .text import is_colourful, render
+from .unmatched import steps_of, unmatched
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,14 @@ def amp_report(
     compute_dtype: Any = jnp.float16,
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
+    disable_passes: Sequence[str] = (),
     backward: bool = True,
 ) -> Callable[..., AmpReport]:
     """Report what `amp` does to a function, and why.
 
     Args:
         fn: The function that you would pass to `amp`.
-        compute_dtype, amp_policy, keep: As for `amp`.
+        compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to include the backward pass: the gradient of the first floating-point result with respect
             to the floating-point arrays of the first argument. A result that is not a scalar is summed, and a note
             says so. Pass False for a whole training step, which already contains its backward pass.
@@ -118,7 +120,7 @@ def amp_report(
     - The body of a `while` counts once, and so does each branch of a `cond`.
     """
     check_function("amp_report", fn)
-    options = check_options(compute_dtype, amp_policy, keep)
+    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
 
     def report(*args: Any, **kwargs: Any) -> AmpReport:
         program = program_of(options, fn, args, kwargs)
@@ -129,7 +131,7 @@ def amp_report(
             if pullbacks:
                 rows += rows_of(pullbacks[1].jaxpr, program.ledger, Place("backward", program.path))
                 kept = BytesKept(*(pullback.kept for pullback in pullbacks))
-        keys = unmatched(options, [program.plan, *(plan for plan, _ in program.ledger.steps)])
+        keys = unmatched(options, steps_of([program.plan.steps, *program.ledger.plans]))
         return AmpReport(
             program.name,
             options.compute_dtype.name,

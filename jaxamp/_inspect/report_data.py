@@ -25,6 +25,7 @@ ROW_KEYS = (
     "flops",
     "bytes",
     "dims",
+    "format",
 )
 
 
@@ -53,9 +54,14 @@ class ReportData:
 
     @functools.cached_property
     def low_share(self) -> float:
-        """The share of floating-point matmul FLOPs that run in the compute dtype; 1 if there are none."""
-        total = sum(flops for dtype, flops in self.matmul_flops.items() if "float" in dtype)
-        return self.matmul_flops.get(self.compute_dtype, 0) / total if total else 1.0
+        """The share of floating-point matmul FLOPs that run low; 1 if there are none."""
+        low = sum(row.flops for row in self.matmuls if self.is_low(row))
+        total = low + sum(row.flops for row in self.matmuls if "float" in row.multiplied and not self.is_low(row))
+        return low / total if total else 1.0
+
+    def is_low(self, row: Row) -> bool:
+        """Whether a matmul multiplies in the compute dtype, or in a format that a rule of the policy asks for."""
+        return bool(row.format) or row.multiplied == self.compute_dtype
 
     @functools.cached_property
     def casts(self) -> tuple[Row, ...]:
@@ -89,7 +95,7 @@ class ReportData:
     @functools.cached_property
     def wasteful_matmuls(self) -> tuple[Row, ...]:
         """Low-precision matmuls with a dimension that tensor cores pad, because it is not a multiple of `multiple`."""
-        low = (row for row in self.matmuls if row.multiplied == self.compute_dtype)
+        low = filter(self.is_low, self.matmuls)
         return tuple(row for row in low if row.dims is not None and any(size % self.multiple for size in row.dims))
 
     @property

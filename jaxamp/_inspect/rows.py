@@ -5,19 +5,22 @@ made it (`Ledger`), and so its reason.
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._compat import Jaxpr, open_jaxpr
-from .._plan.classify import ENTERED, name_of_rule
+from .._formats import float_dtype
 from .._plan.higher_order import describe
-from .._plan.sensitivity import float_dtype
-from .._transform.interpreter import Ledger
-from .cost import Dims, base_name, bytes_of, dims_of, flops_of, is_matmul
+from .._plan.reasons import Why
+from .._policy.rules import name_of_rule
+from .._traits import shown_name, traits_of
+from .._traits.matmul_cost import Dims
+from .._transform.ledger import Ledger
+from .cost import bytes_of, dims_of, flops_of
 from .location import Place, Source
+from .reasons import Explanation, Role
 
 
 class Dtypes(NamedTuple):
@@ -40,17 +43,23 @@ class Row(NamedTuple):
     written: Dtypes | None  # None: no operation of the user's
     run: Dtypes
     rule: str
-    reason: str
+    why: Explanation
     source: Source | None
     times: int  # of a scan's body, its length
     flops: int
     bytes: int
     dims: Dims | None
+    format: str = ""  # the number format that a rule of the policy says it multiplies in
+
+    @property
+    def reason(self) -> str:
+        """Why it runs as it does, in words."""
+        return self.why.text()
 
     @property
     def multiplied(self) -> str:
-        """The widest dtype among the operands, which is the one that a matmul multiplies in."""
-        return max(self.run.operands[:2], key=lambda name: jnp.dtype(name).itemsize)
+        """The number format that a matmul multiplies in: if no rule says so, the widest dtype among its operands."""
+        return self.format or max(self.run.operands[:2], key=lambda name: jnp.dtype(name).itemsize)
 
 
 def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
@@ -60,35 +69,28 @@ def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
         if entry is None:
             yield _row(eqn, ledger, here)
             continue
-        here = here._replace(times=here.times * _times(eqn))
+        here = here._replace(times=here.times * entry.times)
         for body in entry.bodies:
             yield from rows_of(body.jaxpr, ledger, here)
 
 
-def _times(eqn: Any) -> int:
-    """How often the body of an equation is run: in each round of a scan, on each device of a `shard_map`."""
-    if eqn.primitive.name == "shard_map":
-        return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-    return eqn.params.get("length", 1)
-
-
 def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
-    run, name = _dtypes(eqn), base_name(eqn.primitive)
-    written, rule, reason, kind = None, "", "a result in its dtype", "matmul" if is_matmul(eqn) else "other"
+    run, name = _dtypes(eqn), shown_name(eqn.primitive)
+    written, rule, why, format_ = None, "", Explanation(Role.RESULT), ""
+    kind = "matmul" if traits_of(eqn.primitive).matrix_unit else "other"
     if place.mark is not None:
-        origin, step = place.step(ledger)
-        of = base_name(origin.primitive)
-        rule = name_of_rule(step.rule)
+        origin, step = ledger.records[place.mark]
+        of, rule = shown_name(origin.primitive), name_of_rule(step.found.rule)
+        format_ = step.format if kind == "matmul" else ""
         if place.phase == "backward":
-            why = "JAX's own rule" if step.reason == ENTERED else step.reason
-            written, reason = _as_if_written(run, origin), f"derivative of {of}: {why}"
+            written, why = _as_if_written(run, origin), Explanation(Role.DERIVATIVE, of, step.reason)
             if name == "convert_element_type" == of and _is_way_back(origin, run):
                 written = run  # of the user's cast
         elif of == name:
-            written, reason = _dtypes(origin), step.reason
-            kind = "not entered" if reason.startswith("not entered") else kind
+            written, why = _dtypes(origin), Explanation(Role.ITSELF, of, step.reason)
+            kind = "not entered" if step.reason.why is Why.NOT_ENTERED else kind
         else:
-            reason = f"added for {of}: {step.reason}"
+            why = Explanation(Role.ADDED, of, step.reason)
     if name == "convert_element_type" and written != run and _between_floats(eqn):
         kind = "cast"
     return Row(
@@ -99,20 +101,22 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
         written,
         run,
         rule,
-        reason,
+        why,
         place.source,
         place.times,
         place.times * flops_of(eqn),
         place.times * bytes_of(eqn),
         dims_of(eqn),
+        format_,
     )
 
 
 def _dtypes(eqn: Any) -> Dtypes:
-    """A mixed matmul rounds its operands first: it multiplies in its compute dtype."""
+    """The dtypes of an equation. A mixed matmul rounds its operands first: it multiplies in its compute dtype."""
     operands = [_dtype(v) for v in eqn.invars]
-    if "compute_dtype" in eqn.params and base_name(eqn.primitive) != eqn.primitive.name:
-        operands[:2] = [eqn.params["compute_dtype"].name] * 2
+    multiplies_in = traits_of(eqn.primitive).multiplies_in
+    if multiplies_in is not None:
+        operands[:2] = [multiplies_in(eqn.params).name] * 2
     return Dtypes(tuple(operands), tuple(_dtype(v) for v in eqn.outvars))
 
 

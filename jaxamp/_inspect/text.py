@@ -124,11 +124,8 @@ def totals_of(report: ReportData) -> Iterator[tuple[str, str]]:
 
 
 def short_reason(row: Row) -> str:
-    """The reason of a row, without "derivative of X: " in front.
-
-    The backward pass is marked by an apostrophe already. This is the only place that takes the text of a reason apart.
-    """
-    return row.reason.partition(": ")[2] if row.phase == "backward" and ": " in row.reason else row.reason
+    """The reason of a row, without "derivative of X: " in front: an apostrophe marks the backward pass already."""
+    return row.why.short_text()
 
 
 def dimensions_text(row: Row) -> str:

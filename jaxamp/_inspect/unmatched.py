@@ -1,11 +1,11 @@
 """The keys of a policy that matched nothing."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from .._plan.plan import Plan, Step
+from .._plan.plan import Step
 from .._policy.lookup import Key
 from .._policy.toml import load_policy, presets
 from .._transform.amp import plan_call
@@ -31,21 +31,21 @@ def unmatched_keys(
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:
         call, arrays = split_call(fn, args, kwargs)
-        return unmatched(options, steps_of(plan_call(options, call, arrays).plan))
+        return unmatched(options, steps_of([plan_call(options, call, arrays).plan.steps]))
 
     return keys
 
 
-def steps_of(plan: Plan) -> Iterator[Step]:
-    """The steps of a plan and of the plans inside of it, each once: a function that is called often has one plan."""
+def steps_of(plans: Iterable[Sequence[Step]]) -> Iterator[Step]:
+    """The steps of plans and of the plans inside of them, each once: a function that is called often has one plan."""
     seen: set[int] = set()
-    waiting = [plan]
+    waiting = list(plans)
     while waiting:
-        plan = waiting.pop()
-        if id(plan) not in seen:
-            seen.add(id(plan))
-            yield from plan.steps
-            waiting += (body for step in plan.steps for body in step.bodies)
+        steps = waiting.pop()
+        if id(steps) not in seen:
+            seen.add(id(steps))
+            yield from steps
+            waiting += (body.steps for step in steps for body in step.bodies)
 
 
 def unmatched(options: Options, steps: Iterable[Step]) -> list[Key]:

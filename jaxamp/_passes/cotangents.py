@@ -26,7 +26,9 @@ def share_cotangents(plan: Plan) -> Plan:
     found = {
         i
         for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True))
-        if traits_of(eqn.primitive).broadcasts and step.mode is not Mode.RULE and any(map(_is_repeated(eqn), eqn.invars))
+        if traits_of(eqn.primitive).broadcasts
+        and step.mode is not Mode.RULE
+        and any(map(_is_repeated(eqn), eqn.invars))
     }
     if not found:
         return plan
@@ -51,9 +53,7 @@ class SharedCotangent(NamedTuple):
         assert isinstance(i, int)
         eqn, step, low = plan.eqns[i], plan.steps[i], plan.setting.formats.low
         with runner.at(plan, i):
-            operands = [
-                _operand(env, eqn, v, format_, low) for v, format_ in zip(eqn.invars, step.reads, strict=True)
-            ]
+            operands = [_operand(env, eqn, v, format_, low) for v, format_ in zip(eqn.invars, step.reads, strict=True)]
             outs = runner.operate(plan, i, operands)
             if traits_of(eqn.primitive).sum:
                 free = runner.in_recomputation and not step.is_pinned
@@ -93,10 +93,9 @@ def _with_one_cotangent(
     """
     shape = eqn.outvars[0].aval.shape
     for atom, other, format_ in zip(eqn.invars, eqn.invars[::-1], reads, strict=True):
-        if any(isinstance(v, Literal) or env.format_of(v) is None for v in (atom, other)):
+        mine, others = (None if isinstance(v, Literal) else env.format_of(v) for v in (atom, other))
+        if mine is None or others is None:
             continue
-        mine, others = env.format_of(atom), env.format_of(other)
-        assert mine is not None and others is not None
         repeated = mine.dtype == np.float32 and atom.aval.shape != shape
         if repeated and ((format_ is not None and format_.low) or (free and others.low)):
             row_major = _first_kept_axis(atom.aval.shape, shape) is not None

@@ -15,7 +15,8 @@ from jax import lax
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations
 from .._formats import float_dtype
 from .._jaxpr import Memo
-from .._plan.higher_order import describe, with_bodies
+from .._plan.bodies import with_bodies
+from .._plan.higher_order import describe
 from .._primitives.mask import MASK, Expression
 from .._traits import traits_of
 

@@ -1,9 +1,9 @@
 """Let low matmuls make their results in the order of axes that a transpose, their only reader, puts them in.
 
 A layer that is mapped over tokens, `vmap(lambda x: weight @ x)`, is a matmul with the weight first and the tokens last,
-and a transpose of its result. With the operands swapped, the transpose has nothing to do. A matrix times a vector has no
-axes to order; its operands are swapped too, so that `vmap` from outside puts the mapped axis first, where activations
-have it.
+and a transpose of its result. With the operands swapped, the transpose has nothing to do. A matrix times a vector has
+no axes to order; its operands are swapped too, so that `vmap` from outside puts the mapped axis first, where
+activations have it.
 """
 
 from collections.abc import Sequence

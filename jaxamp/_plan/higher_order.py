@@ -49,9 +49,7 @@ def _builtin() -> dict[Primitive, HigherOrder]:
         "while": HigherOrder(describe_while, rebind, evaluate_while),
         "cond": HigherOrder(describe_cond, rebind, evaluate_cond),
         "custom_jvp_call": HigherOrder(call("call_jaxpr"), rewrite_custom_jvp, evaluate_call("call_jaxpr")),
-        "custom_vjp_call": HigherOrder(
-            call("call_jaxpr", lazy=True), rewrite_custom_vjp, evaluate_call("call_jaxpr")
-        ),
+        "custom_vjp_call": HigherOrder(call("call_jaxpr", lazy=True), rewrite_custom_vjp, evaluate_call("call_jaxpr")),
         "shard_map": HigherOrder(describe_shard_map, rewrite_shard_map),
     }
     known = primitives()

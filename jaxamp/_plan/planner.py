@@ -167,9 +167,7 @@ class Planner:
             operation: Operation | None = None,
         ) -> Step:
             touched = mode in (Mode.RULE, Mode.LOW) or tuple(reads) != original
-            return Step(
-                mode, tuple(reads), tuple(values), params, reason, decision.found, touched, operation=operation
-            )
+            return Step(mode, tuple(reads), tuple(values), params, reason, decision.found, touched, operation=operation)
 
         def written() -> Step:
             return step(original, [Value(s, self.formats.of_aval(v.aval)) for s, v in zip(outs, eqn.outvars)])
@@ -302,9 +300,7 @@ class Planner:
             or any(f != self.formats.of_aval(v.aval) for f, v in zip(reads, eqn.invars, strict=True))
             or (entry.lazy and not inert)
         )
-        return Step(
-            Mode.ENTER, tuple(reads), tuple(outs), None, decision.reason, found, touched, entry, tuple(plans)
-        )
+        return Step(Mode.ENTER, tuple(reads), tuple(outs), None, decision.reason, found, touched, entry, tuple(plans))
 
 
 def pass_operands(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:

@@ -1,8 +1,8 @@
 """What is kept for the backward pass.
 
 JAX saves for each nonlinear float32 operation its own operands, and a scan stacks them. Under `amp` the body of a scan
-is a `jax.checkpoint` that keeps what is expensive to make: results of matmuls, random draws, masks that do not come from
-positions alone, results of collectives, reductions of many entries, and everything that is not known to be cheap.
+is a `jax.checkpoint` that keeps what is expensive to make: results of matmuls, random draws, masks that are not made
+from positions alone, results of collectives, reductions of many entries, and everything that is not known to be cheap.
 Element-wise work is computed again from these. With `keep="matmuls"` the whole function is such a checkpoint. A user's
 own checkpoint is never put inside of one of ours.
 """

@@ -149,7 +149,9 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         saved: _Saved = residuals.func
         cotangents = [_instantiate(c, o.dtype) for c, o in zip(cotangents, plan.outs, strict=True)]
-        out = dict(zip(saved.differentiated, rewriter.evaluate(saved.plan, [*residuals.args, *cotangents]), strict=True))
+        out = dict(
+            zip(saved.differentiated, rewriter.evaluate(saved.plan, [*residuals.args, *cotangents]), strict=True)
+        )
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
     fun.defvjp(forward, backward, symbolic_zeros=True)

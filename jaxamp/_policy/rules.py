@@ -155,7 +155,7 @@ def use_replacement(body: Callable[..., Any], *, name: str | None = None, format
             f"use_replacement got {body!r}, of type {type(body).__name__}; expected a function. Write "
             "use_replacement(body), where body(primitive, compute_dtype, *operands, **bind_params) returns the results."
         )
-    return Replacement(body, name or getattr(body, "__name__", type(body).__name__), format or "")
+    return Replacement(body, name or str(getattr(body, "__name__", type(body).__name__)), format or "")
 
 
 def name_of_rule(rule: Any) -> str:

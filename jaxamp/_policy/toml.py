@@ -227,5 +227,3 @@ def _check_mapping(policy: Policy) -> None:
                 f"amp_policy[{key!r}] is {rule!r}; expected a rule, a function of (compute_dtype, original_dtypes, "
                 "*invars, **bind_params). Write for example jaxamp.use_original_precision."
             )
-
-

@@ -122,7 +122,7 @@ def _precision() -> lax.Precision | None:
 def _takes_part(primitive: Primitive, params: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     """Which operands and which results are those of matmuls. A bias, lengths and sums are not, and are not rounded."""
     qkv, rest = [True] * 3, [False] * len(params["given"])
-    bias = [False] * params.get("bias_moves", False)
+    bias = [False] * params.get("bias_differentiated", False)
     if primitive is FORWARD:
         return [*qkv, *rest], [True, False]
     if primitive is TANGENT:
@@ -153,9 +153,9 @@ for _p in ATTENTION:
 # -- what they compute: the plain attention
 
 
-def _moving(given: Sequence[str], bias_moves: bool) -> list[int]:
+def _differentiable(given: Sequence[str], bias_differentiated: bool) -> list[int]:
     """The places of the operands that derivatives are taken by."""
-    return [0, 1, 2, *([3 + given.index("bias")] if bias_moves else [])]
+    return [0, 1, 2, *([3 + given.index("bias")] if bias_differentiated else [])]
 
 
 def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -> Callable[..., Any]:
@@ -193,21 +193,21 @@ def _plain_forward(*operands: Any, given: Sequence[str], implementation: Any, **
 
 @_promoting
 def _plain_tangent(
-    *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
+    *operands: Any, given: Sequence[str], implementation: Any, bias_differentiated: bool, **static: Any
 ) -> tuple[Any, ...]:
-    moving, count = _moving(given, bias_moves), 3 + len(given)
+    differentiated, count = _differentiable(given, bias_differentiated), 3 + len(given)
     primals, tangents = operands[:count], operands[count + 2 :]
-    moved = along(_attend("xla", given, static), primals, moving)
-    return jax.jvp(moved, [primals[i] for i in moving], list(tangents))[1:]
+    moved = along(_attend("xla", given, static), primals, differentiated)
+    return jax.jvp(moved, [primals[i] for i in differentiated], list(tangents))[1:]
 
 
 @_promoting
 def _plain_backward(
-    *operands: Any, given: Sequence[str], implementation: Any, bias_moves: bool, **static: Any
+    *operands: Any, given: Sequence[str], implementation: Any, bias_differentiated: bool, **static: Any
 ) -> tuple[Any, ...]:
-    moving, count = _moving(given, bias_moves), 3 + len(given)
-    moved = along(_attend("xla", given, static), operands[:count], moving)
-    return jax.vjp(moved, *(operands[i] for i in moving))[1](operands[-1])
+    differentiated, count = _differentiable(given, bias_differentiated), 3 + len(given)
+    moved = along(_attend("xla", given, static), operands[:count], differentiated)
+    return jax.vjp(moved, *(operands[i] for i in differentiated))[1](operands[-1])
 
 
 # -- on a GPU: cuDNN's
@@ -217,17 +217,17 @@ class _CannotFuse(Exception):
     """cuDNN's attention does not take this call."""
 
 
-def _split(given: Sequence[str], static: dict[str, Any], bias_moves: bool, primals: Sequence[Any]) -> Any:
+def _split(given: Sequence[str], static: dict[str, Any], bias_differentiated: bool, primals: Sequence[Any]) -> Any:
     """The vjp of JAX's fused attention, cut in two: (forward, backward).
 
     JAX has no name for the two halves. What the pullback holds besides operands is the result and the softmax's sums:
     the forward half returns these, the backward half puts them in their places.
     """
-    moving = _moving(given, bias_moves)
+    differentiated = _differentiable(given, bias_differentiated)
     attend = _attend("cudnn", given, static)
 
     def whole(*operands: Any) -> Any:
-        return jax.vjp(along(attend, operands, moving), *(operands[i] for i in moving))
+        return jax.vjp(along(attend, operands, differentiated), *(operands[i] for i in differentiated))
 
     closed, (_, pullback) = jax.make_jaxpr(whole, return_shape=True)(*primals)
     result, *held = open_jaxpr(closed).outvars
@@ -255,7 +255,7 @@ def _halves(
     *,
     given: Sequence[str],
     implementation: str | None,
-    bias_moves: bool = False,
+    bias_differentiated: bool = False,
     **static: Any,
 ) -> Any:
     """`_split` if the fused attention is wanted and takes these operands, else None."""
@@ -263,7 +263,7 @@ def _halves(
     if not low or implementation == "xla":
         return None
     try:
-        return _fuse(primals, given, static, bias_moves)
+        return _fuse(primals, given, static, bias_differentiated)
     except _REFUSALS as error:
         if implementation == "cudnn":
             raise NotImplementedError(
@@ -276,13 +276,13 @@ def _halves(
 _REFUSALS = (_CannotFuse, NotImplementedError, RuntimeError, ValueError)
 
 
-def _fuse(primals: Sequence[Any], given: Sequence[str], static: dict[str, Any], bias_moves: bool) -> Any:
+def _fuse(primals: Sequence[Any], given: Sequence[str], static: dict[str, Any], bias_differentiated: bool) -> Any:
     """`_split`, or one of `_REFUSALS`."""
     if static["local_window_size"] is not None and not static["is_causal"]:
         raise _CannotFuse("it has no window without a causal mask")
     if not _has_tensor_cores():
         raise _CannotFuse("it needs a GPU of compute capability 8.0")
-    return _split(given, static, bias_moves, primals)
+    return _split(given, static, bias_differentiated, primals)
 
 
 def fused_here() -> tuple[bool, str]:
@@ -292,7 +292,7 @@ def fused_here() -> tuple[bool, str]:
     operand = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
     static = {"scale": None, "is_causal": True, "local_window_size": None, "precision": None}
     try:
-        _promoting(_fuse)([operand] * 3, (), static, bias_moves=False)
+        _promoting(_fuse)([operand] * 3, (), static, bias_differentiated=False)
     except _REFUSALS as error:
         return False, str(error)
     return True, "attention is cuDNN's where it runs low"
@@ -328,8 +328,8 @@ def _fused_backward(*operands: Any, **params: Any) -> Any:
     if halves is None:
         return _plain_backward(*operands, **params)
     found = halves[1](*padded, *(_pad(x, {1}) for x in (out, lse, ct)))
-    moving = _moving(params["given"], params["bias_moves"])
-    return [_cut(x, primals[i].shape) for x, i in zip(found, moving, strict=True)]
+    differentiated = _differentiable(params["given"], params["bias_differentiated"])
+    return [_cut(x, primals[i].shape) for x, i in zip(found, differentiated, strict=True)]
 
 
 def _padded_to_even(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -374,7 +374,7 @@ def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
     low = operands[0].dtype
     if low not in (jnp.float16, jnp.bfloat16):
         return _PLAIN[primitive](*operands, **params)
-    part, results = takes_part(primitive, params)
+    part, results = _takes_part(primitive, params)
     wide = [x.astype(np.float32) if own else x for x, own in zip(operands, part, strict=True)]
     outs = _PLAIN[primitive](*wide, **params)
     return [x.astype(low) if own else x for x, own in zip(outs, results, strict=True)]
@@ -390,17 +390,19 @@ def _lower_on_cuda(primitive: Primitive, ctx: Any, *operands: Any, **params: Any
 def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     given = params["given"]
     out, lse = FORWARD.bind(*primals, **params)
-    bias_moves = "bias" in given and type(tangents[3 + given.index("bias")]) is not ad.Zero
-    moved = [ad.instantiate_zeros(tangents[i]) for i in _moving(given, bias_moves)]
-    (tangent,) = TANGENT.bind(*primals, out, lse, *moved, bias_moves=bias_moves, **params)
+    bias_differentiated = "bias" in given and type(tangents[3 + given.index("bias")]) is not ad.Zero
+    moved = [ad.instantiate_zeros(tangents[i]) for i in _differentiable(given, bias_differentiated)]
+    (tangent,) = TANGENT.bind(*primals, out, lse, *moved, bias_differentiated=bias_differentiated, **params)
     return (out, lse), (tangent, ad.Zero(jax.typeof(lse).to_tangent_aval()))
 
 
 def _plain_jvp(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    plain = along(functools.partial(_wide, primitive, **params), primals, moving)  # it may be run on any platform
+    differentiated = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    plain = along(
+        functools.partial(_wide, primitive, **params), primals, differentiated
+    )  # it may be run on any platform
     outs = primitive.bind(*primals, **params)
-    return outs, list(jax.jvp(plain, [primals[i] for i in moving], [tangents[i] for i in moving])[1])
+    return outs, list(jax.jvp(plain, [primals[i] for i in differentiated], [tangents[i] for i in differentiated])[1])
 
 
 def _tangent_transpose(cts: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -420,7 +422,7 @@ def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **par
         return outs, [None] * len(outs)
     given = params["given"]
     names = ["q", "k", "v", *given, *["like q"] * (len(operands) - 3 - len(given))]
-    moves = params.get("bias_moves", False)  # then it has a derivative for each place on the mapped axis
+    moves = params.get("bias_differentiated", False)  # then it has a derivative for each place on the mapped axis
     if primitive is TANGENT and moves:
         names[-1] = "bias"
     size = axis_data.size

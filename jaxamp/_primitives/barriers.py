@@ -2,9 +2,9 @@
 
 Four habits of XLA on a GPU (seen with jax 0.10 and 0.11) cost more than the work itself:
 
-- It drops float32 -> bfloat16 -> float32. The cotangent of a matmul and its bias is rounded for the matmul and summed in
-  float32 for the bias: for the sum alone it would be written and read in float32. Materialized as it is rounded, it is
-  written once, in half the bytes.
+- It drops float32 -> bfloat16 -> float32. The cotangent of a matmul and its bias is rounded for the matmul and summed
+  in float32 for the bias: for the sum alone it would be written and read in float32. Materialized as it is rounded, it
+  is written once, in half the bytes.
 - It repeats cheap work in front of each matmul: it concatenates the cotangents of queries, keys and values once for the
   bias and once for the matmuls. Materialized for all of them, moving entries takes 7.0 instead of 9.5 ms of a step of a
   ViT-B (H200).
@@ -12,7 +12,7 @@ Four habits of XLA on a GPU (seen with jax 0.10 and 0.11) cost more than the wor
   table of positions does, it turns the batch innermost, and all activations around with it. Matmuls want the width
   innermost, so each of them ends up between two transposes: 97 in a step of a ViT of 12 layers.
 - Layouts also follow single readers through a loop: where the backward pass of attention reads values turned, it turns
-  queries and keys too, since they are slices of one matmul's result, and in a scan everything that its layers have kept.
+  queries and keys too, since they are slices of one matmul's result, and in a scan everything that its layers keep.
 
 Layout constraints are the way out of the last two, where `takes_layouts` says that they can be asked for.
 """

@@ -62,9 +62,7 @@ def _define(base: Primitive) -> Primitive:
     own = Primitive(f"mixed_{base.name}")
     declare(
         own,
-        dataclasses.replace(
-            traits_of(base), shown_as=base.name, multiplies_in=lambda params: params["compute_dtype"]
-        ),
+        dataclasses.replace(traits_of(base), shown_as=base.name, multiplies_in=lambda params: params["compute_dtype"]),
     )
 
     def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any) -> Any:

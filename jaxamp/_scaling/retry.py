@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._compat import EARLY_INLINE, as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
-from .._primitives.fused_sum import total
+from .._primitives.fused_sum import fused_sum
 from .._tree import agreed, axes_of, is_inexact, wider
 from .cotangent import largest_cotangent, unscaled
 from .state import FLOAT32_MAX, DynamicScalerState
@@ -56,7 +56,7 @@ def _lost(leaves: list[Any], scale: jax.Array) -> jax.Array:
         small = (jnp.abs(x.astype(wider(x.dtype, jnp.float32))) < _SMALLEST_NORMAL).astype(jnp.float32)
         return jnp.where(jnp.isfinite(unscaled(x, scale)), small, jnp.inf)
 
-    return total([lost(x) for x in leaves])
+    return fused_sum([lost(x) for x in leaves])
 
 
 def evaluated(

@@ -20,12 +20,14 @@ def size_of(aval: Any) -> int:
 
 
 def dims_of_dot(eqn: Any) -> Dims:
-    return _dims(eqn, *eqn.params["dimension_numbers"], ())
+    contracting, batches = eqn.params["dimension_numbers"]
+    return _dims(eqn, contracting, batches, ())
 
 
 def dims_of_ragged_dot(eqn: Any) -> Dims:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return _dims(eqn, *numbers.dot_dimension_numbers, tuple(numbers.rhs_group_dimensions))
+    contracting, batches = numbers.dot_dimension_numbers
+    return _dims(eqn, contracting, batches, tuple(numbers.rhs_group_dimensions))
 
 
 def _dims(eqn: Any, contracting: Any, batches: Any, groups_of_right: tuple[int, ...]) -> Dims:

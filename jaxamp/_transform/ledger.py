@@ -27,6 +27,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.plans: list[Sequence[Step]] = []  # the steps of each plan of which some ran
         self._numbers = Memo()
         self._numbered = Memo()
 
@@ -34,6 +35,8 @@ class Ledger:
         """The number of a step of a plan, which is given out when it is first asked for."""
 
         def next_number() -> int:
+            if not any(steps is known for known in self.plans[-1:]):
+                self.plans.append(steps)
             self.records.append(Record(eqn, steps[i]))
             return len(self.records) - 1
 

@@ -1,0 +1,85 @@
+"""Reasons as text: why an operation of a report runs as it does."""
+
+import enum
+from typing import NamedTuple
+
+from .._plan.reasons import Reason, Why
+
+_TEXTS = {
+    Why.BY_DEFAULT: "default",
+    Why.BY_PRIMITIVE: "policy table",
+    Why.BY_SCOPE: "scope {!r}",
+    Why.BY_SCOPE_AND_PRIMITIVE: "scope {!r} and primitive",
+    Why.FOLLOWS_LOW: "follows a low operand",
+    Why.FOLLOWS_EACH: "follows each operand",
+    Why.FOLLOWS_BUFFER: "follows the buffer",
+    Why.FOLLOWS_OPERAND: "follows its operand",
+    Why.FOLLOWS_PROTECTED: "follows a float32 operand",
+    Why.FOLLOWS_OUT_OF_RANGE: "follows an operand out of range",
+    Why.NO_LOW_OPERAND: "no low operand",
+    Why.FOLDED: "folded into the matmul before it",
+    Why.ALREADY_LOW: "low already, by an amp inside",
+    Why.NOTHING_TO_LOWER: "nothing to lower",
+    Why.CONSTANT: "a constant",
+    Why.NOT_A_FLOAT: "not a float",
+    Why.FROM_POSITIONS: "made from positions",
+    Why.FIXED_DTYPE: "{} has a fixed dtype",
+    Why.MIXED_DTYPES: "mixed dtypes as written",
+    Why.OTHER_RESULT_DTYPE: "another result dtype as written",
+    Why.ASKS_FOR_PRECISION: "asks for precision",
+    Why.OUTER_PRODUCT: "an outer product",
+    Why.USERS_CAST: "the user's cast",
+    Why.USERS_WIDER_CAST: "the user's cast to a wider dtype",
+    Why.ENTERED: "entered",
+    Why.NOT_ENTERED: "not entered: {}",
+}
+
+
+def text_of(reason: Reason) -> str:
+    """A reason in words.
+
+    >>> text_of(Reason(Why.BY_SCOPE, "head")), text_of(Reason(Why.READ_ONLY_BY, ("exp", "reduce_max")))
+    ("scope 'head'", 'consumed only by exp, reduce_max')
+    """
+    match reason.why:
+        case Why.READ_ONLY_BY:
+            return "consumed only by " + (", ".join(reason.detail) or "float32 results")
+        case Why.LITERAL_UNDERFLOWS:
+            return "literal {:g} underflows in {}".format(*reason.detail)
+        case Why.LITERAL_OVERFLOWS:
+            return "literal {:g} is beyond {}".format(*reason.detail)
+        case Why.INSIDE:
+            name, around = reason.detail
+            return f"inside of {name}: {text_of(around)}"
+        case why:
+            return _TEXTS[why].format(reason.detail)
+
+
+class Role(enum.Enum):
+    """What an operation of the program that runs is to the user's program."""
+
+    ITSELF = "an operation of the user's"
+    ADDED = "added for one"
+    DERIVATIVE = "part of the derivative of one"
+    RESULT = "none: it gives a result its dtype"
+
+
+class Explanation(NamedTuple):
+    """Why an operation is in the program that runs, and runs as it does."""
+
+    role: Role
+    of: str = ""  # the name of the user's operation
+    reason: Reason | None = None  # why that runs as it does
+
+    def text(self) -> str:
+        """In words."""
+        return f"derivative of {self.of}: {self.short_text()}" if self.role is Role.DERIVATIVE else self.short_text()
+
+    def short_text(self) -> str:
+        """In words, for a place that shows already what is a derivative."""
+        if self.reason is None:
+            return "a result in its dtype"
+        if self.role is Role.DERIVATIVE and self.reason.why is Why.ENTERED:
+            return "JAX's own rule"
+        prefix = f"added for {self.of}: " if self.role is Role.ADDED else ""
+        return prefix + text_of(self.reason)
