@@ -1,6 +1,6 @@
 """Every private or moved JAX name, and nothing else.
 
-Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim says for which version it is there.
+Supported: jax 0.10 (Python 3.11) to 0.12 (Python 3.12). Each shim names the versions that need it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 from jax.extend import source_info_util
-from jax.interpreters.partial_eval import DynamicJaxprTracer, JaxprTracer
+from jax.interpreters import partial_eval
 
 Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
 Literal = jec.Literal
@@ -29,10 +29,10 @@ EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 # `jax.checkpoint` adds these as if a user had opened them.
 _OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
-# Scopes of ours: `mark` opens one for an equation, and its derivatives carry it on.
+# Scopes of ours: `marked` adds one to the name stack of an equation, and its derivatives inherit it.
 _MARK = "jaxamp:"
 
-# Primitives that some supported JAX has and another has not: a policy table may name them on either.
+# Primitives that only some of the supported versions have. A policy table may name them on all.
 NOT_EVERYWHERE = frozenset(
     "log2 one_minus_square pbroadcast_dynamic polynomial reduced_vary_cast reduced_vary_cast_p relayout "
     "unreduced_pmax unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p".split()
@@ -41,7 +41,10 @@ NOT_EVERYWHERE = frozenset(
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """Give equations the lines that they are traced at, and not that of the equation around."""
+    """Give equations the source lines that they are traced at, not the line of the equation around.
+
+    Private in 0.10 to 0.12: there is no public way to leave a `user_context`.
+    """
     from jax._src import source_info_util as private
 
     around = private._source_info_context.context
@@ -76,7 +79,7 @@ def marks_of(name_stack: Any) -> list[int]:
 
 
 def up_to_mark(name_stack: Any, number: int) -> Any:
-    """A name stack up to the first place where a number is. What JAX puts behind it may say all of it again."""
+    """A name stack up to the first mark with this number. JAX may repeat the whole stack behind it."""
     names = [getattr(entry, "name", None) for entry in name_stack.stack]
     return name_stack[: names.index(f"{_MARK}{number}")]
 
@@ -111,8 +114,10 @@ def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[Any]]:
     consts = list(closed.consts)
     if not consts:
         return open_jaxpr(closed), consts
-    from jax._src.interpreters import partial_eval
+    if not hasattr(partial_eval, "convert_constvars_jaxpr"):  # 0.10 does not export it
+        from jax._src.interpreters import partial_eval as private
 
+        return private.convert_constvars_jaxpr(open_jaxpr(closed)), consts
     return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts
 
 
@@ -137,20 +142,15 @@ def primitives() -> dict[str, Primitive]:
 
 
 def under_jit() -> bool:
-    """Whether a jaxpr is being traced around this call, so that nothing said here runs eagerly."""
+    """Whether a jaxpr is being traced around this call, so that nothing here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]
 
 
 def is_transformed(x: Any) -> bool:
-    """Whether a value is of a transform that runs equation by equation, such as `grad` or `vmap`, and of no jaxpr."""
-    return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer | JaxprTracer)
-
-
-def zeros_like_aval(aval: Any) -> jax.Array:
-    """Zeros of a type: of its weakness, its sharding and, in `shard_map`, the axes that it varies along."""
-    from jax._src import ad_util
-
-    return ad_util.zeros_like_aval(aval)
+    """Whether a transform such as `grad` or `vmap`, which runs equation by equation, is at work on a value."""
+    return isinstance(x, jax.core.Tracer) and not isinstance(
+        x, partial_eval.DynamicJaxprTracer | partial_eval.JaxprTracer
+    )
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
@@ -159,28 +159,13 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    """`x`, in `shard_map` varying along `axes` too. `jax.lax.pvary` became `pcast` in 0.11."""
-    from jax._src import core
-
-    return core.pvary(x, tuple(axes - varying_axes(x)))
-
-
-def apply_primitive(primitive: Primitive, *args: Any, **params: Any) -> Any:
-    """Run a primitive outside of any trace, compiled once for each set of parameters."""
-    from jax._src import dispatch
-
-    return dispatch.apply_primitive(primitive, *args, **params)
-
-
-def batching_rules() -> dict[Primitive, Any]:
-    """The rules of `vmap` that are told about the axis: (axis_data, operands, dims, **params) -> (result, dim)."""
-    from jax._src.interpreters import batching
-
-    return batching.fancy_primitive_batchers
+    """`x`, in `shard_map` varying along `axes` too."""
+    missing = tuple(axes - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def wants_devices(primitive: Primitive) -> None:
-    """Let the lowering of a primitive know the devices that it is for, where they are known: see `has_devices`."""
+    """Let the lowering of a primitive know its devices, where they are known: see `has_devices`. Private in 0.10 to 0.12."""
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax import tree_util as jtu
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, apply_primitive, batching_rules, has_devices, open_jaxpr, wants_devices
+from .._compat import Primitive, has_devices, open_jaxpr, wants_devices
 from .._formats import saturate
 from .._jaxpr import along
 from .._traits import Traits, declare
@@ -459,12 +459,12 @@ _FUSED: _Table = {FORWARD: _fused_forward, BACKWARD: _fused_backward}
 
 for _p in ATTENTION:
     _p.multiple_results = True
-    _p.def_impl(functools.partial(apply_primitive, _p))
+    _p.def_impl(functools.partial(xla.apply_primitive, _p))
     _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
     mlir.register_lowering(_p, _promoting(mlir.lower_fun(_PLAIN[_p], multiple_results=True)))
     mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
-    batching_rules()[_p] = functools.partial(_batch, _p)
+    batching.fancy_primitive_batchers[_p] = functools.partial(_batch, _p)
 for _p in _FUSED:
     mlir.register_lowering(_p, functools.partial(_lower_on_cuda, _p), platform="cuda")
     wants_devices(_p)

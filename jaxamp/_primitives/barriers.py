@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, apply_primitive, batching_rules, takes_layouts
+from .._compat import Primitive, takes_layouts
 from .._jaxpr import bind_primitive
 from .._traits import Traits, declare
 
@@ -104,12 +104,12 @@ def _transpose(ct: Any, x: Any, *readers: Any, of_value: bool, **params: Any) ->
 
 
 def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any, on_cuda: Any) -> None:
-    primitive.def_impl(functools.partial(apply_primitive, primitive))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(_identity)
     mlir.register_lowering(primitive, _lowering(anywhere))
     mlir.register_lowering(primitive, on_cuda, platform="cuda")
     ad.deflinear2(primitive, transpose)
-    batching_rules()[primitive] = lambda axis_data, operands, dims, **params: (
+    batching.fancy_primitive_batchers[primitive] = lambda axis_data, operands, dims, **params: (
         primitive.bind(*operands, **params),
         dims[0],
     )

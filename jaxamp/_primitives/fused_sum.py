@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir, xla
 
-from .._compat import Primitive, apply_primitive, batching_rules, is_for_one_device
+from .._compat import Primitive, is_for_one_device
 from .._traits import Traits, declare
 
 FUSED_SUM = Primitive("fused_sum")
@@ -49,8 +49,8 @@ def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, int | None]:
     return jax.vmap(_each, dims)(*operands), 0
 
 
-FUSED_SUM.def_impl(functools.partial(apply_primitive, FUSED_SUM))
+FUSED_SUM.def_impl(functools.partial(xla.apply_primitive, FUSED_SUM))
 FUSED_SUM.def_abstract_eval(lambda *avals: jax.core.ShapedArray((), jnp.float32))
 mlir.register_lowering(FUSED_SUM, mlir.lower_fun(_each, multiple_results=False))
 mlir.register_lowering(FUSED_SUM, _on_cuda, platform="cuda")
-batching_rules()[FUSED_SUM] = _batch
+batching.fancy_primitive_batchers[FUSED_SUM] = _batch

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 
-from .._compat import Primitive, apply_primitive
+from .._compat import Primitive
 from .._traits import Traits, declare
 
 MASK = Primitive("mask_of_positions")
@@ -88,7 +88,7 @@ def _type_of_mask(*, expression: Expression) -> Any:
     return jax.make_jaxpr(lambda: lax.full(expression.shape, False))().out_avals[0]
 
 
-MASK.def_impl(functools.partial(apply_primitive, MASK))
+MASK.def_impl(functools.partial(xla.apply_primitive, MASK))
 MASK.def_abstract_eval(_type_of_mask)
 mlir.register_lowering(MASK, mlir.lower_fun(lambda *, expression: expression.as_written(), multiple_results=False))
 mlir.register_lowering(

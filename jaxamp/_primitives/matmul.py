@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, apply_primitive, batching_rules
+from .._compat import Primitive
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
 
@@ -79,12 +79,12 @@ def _define(base: Primitive) -> Primitive:
         return base.abstract_eval(x, w, *rest, **params)[0]
 
     own.def_abstract_eval(abstract_eval)
-    own.def_impl(functools.partial(apply_primitive, own))
+    own.def_impl(functools.partial(xla.apply_primitive, own))
     mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
     mlir.register_lowering(own, mlir.lower_fun(lower_on_cpu, multiple_results=False), platform="cpu")
     ad.primitive_jvps[own] = functools.partial(_jvp, base)
     ad.primitive_transposes[own] = functools.partial(_transpose, base)
-    batching_rules()[own] = functools.partial(_batch, base)
+    batching.fancy_primitive_batchers[own] = functools.partial(_batch, base)
     return own
 
 
@@ -127,7 +127,7 @@ def _batch(
     found: list[Any] = []
 
     def rule(*low: Any) -> Any:
-        out, dim = batching_rules()[base](axis_data, low, dims, **params)
+        out, dim = batching.fancy_primitive_batchers[base](axis_data, low, dims, **params)
         found.append(dim)
         return out
 

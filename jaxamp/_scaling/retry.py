@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad
 
-from .._compat import EARLY_INLINE, as_varying, consts_of, open_jaxpr, varying_axes, zeros_like_aval
+from .._compat import EARLY_INLINE, as_varying, consts_of, open_jaxpr, varying_axes
 from .._primitives.fused_sum import fused_sum
 from .._tree import agreed, axes_of, is_inexact, wider
 from .cotangent import largest_cotangent, unscaled
@@ -142,7 +143,7 @@ def _until_finite(
         redo = ~finite & curable & (redos < min(redo_on_nan, 2**31 - 1)) & (smaller < scale)
         return redo, redos + redo.astype(jnp.int32), jnp.where(redo, smaller, scale), [finite, curable, *others]
 
-    first: Any = (*start, [zeros_like_aval(v.aval) for v in open_jaxpr(jaxpr).outvars])
+    first: Any = (*start, [ad.zeros_like_aval(v.aval) for v in open_jaxpr(jaxpr).outvars])
     _, redos, scale, (finite, curable, underflow, *arrays) = lax.while_loop(again, round_, first)
     return Evaluated(static.put_back(arrays), finite, curable, underflow, limit), redos, scale
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import _passes
 from .._compat import EARLY_INLINE, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
-from .._passes import JAXPR_PASSES, PLAN_PASSES
 from .._plan.classify import Classifier
 from .._plan.plan import Plan, Setting
 from .._plan.planner import Planner
@@ -51,10 +51,10 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     formats = Formats(options.compute_dtype)
     if formats.narrows and not options.lookup.inert:
-        for rewrite in options.enabled(JAXPR_PASSES):
+        for rewrite in options.enabled(_passes.JAXPR_PASSES):
             jaxpr = rewrite(jaxpr)
     setting = Setting(formats, options.keep)
-    planner = Planner(Classifier(options.lookup, formats), setting, options.enabled(PLAN_PASSES))
+    planner = Planner(Classifier(options.lookup, formats), setting, options.enabled(_passes.PLAN_PASSES))
     ins = [Value(sensitivity_of_argument(v.aval), formats.of_aval(v.aval)) for v in open_jaxpr(jaxpr).invars]
     all_outs = [True] * len(open_jaxpr(jaxpr).outvars)
     plan = planner.plan(jaxpr, ins, all_outs, call.path, returned=all_outs)

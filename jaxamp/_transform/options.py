@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, get_args
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _passes
 from .._errors import nearest
-from .._passes import JAXPR_PASSES, PLAN_PASSES
 from .._plan.residuals import Keep
 from .._policy.lookup import Lookup, Policy
 from .._policy.toml import load_policy
@@ -52,7 +52,7 @@ def check_options(
 
 
 def _check_passes(names: Any) -> tuple[str, ...]:
-    known = [run.__name__ for run in (*JAXPR_PASSES, *PLAN_PASSES)]
+    known = [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES)]
     if isinstance(names, str) or not isinstance(names, Sequence | set | frozenset):
         raise TypeError(
             f"disable_passes is {names!r}, of type {type(names).__name__}; expected a sequence of names of passes. "
