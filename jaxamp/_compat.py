@@ -165,7 +165,7 @@ def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
 
 
 def wants_devices(primitive: Primitive) -> None:
-    """Let the lowering of a primitive know its devices, where they are known: see `has_devices`. Private in 0.10 to 0.12."""
+    """Let the lowering of a primitive know its devices, where these are known. Private in 0.10 to 0.12."""
     from jax._src import dispatch
 
     dispatch.prim_requires_devices_during_lowering.add(primitive)
