@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import results
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.promotes

@@ -173,7 +173,7 @@ def test_a_misspelt_side_is_named():
 @pytest.mark.parametrize("network", ["vit", "gpt"])
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
 def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers, tmp_path):
-    out, root = tmp_path / "out.json", Path(__file__).parent.parent
+    out, root = tmp_path / "out.json", Path(__file__).parents[2]
     options = ["--small", "--network", network, "--layers", layers, "--sides", "all", "--json", str(out)]
     subprocess.run([sys.executable, "-m", "benchmarks.train_step", *options], check=True, capture_output=True, cwd=root)
     rows = {row["side"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}

@@ -11,7 +11,7 @@ import pytest
 from jaxamp import optim
 
 pytestmark = [pytest.mark.slow, pytest.mark.promotes]
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SEEDS, CONTEXT = 3, 8
 
 
