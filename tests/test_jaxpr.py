@@ -10,12 +10,12 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import equations
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program import equations
 
 import jaxamp
 from jaxamp import _jaxpr

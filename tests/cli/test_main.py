@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from backend import starts_no_backend
+from helpers import starts_no_backend, with_the_package
 from jax import lax
 
 import jaxamp
@@ -589,14 +589,9 @@ def test_policies_are_looked_at_without_a_backend():
 # -- real processes
 
 
-def environment():
-    root = str(Path(jaxamp.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
 def test_python_m_jaxamp_reports(project, tmp_path):
     command = [sys.executable, "-W", "error", "-m", "jaxamp", "report", f"{project}:loss", *SHAPES, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment())
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=with_the_package())
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["totals"]["low_share"] == 1.0
     assert run.stderr.startswith("the module prints\n")
@@ -606,6 +601,8 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-W", "error", "-m", "jaxamp", "diff", "default", "fast"]
-    run = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
+    run = subprocess.run(
+        command, stdout=theirs, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=with_the_package()
+    )
     os.close(theirs)
     assert (run.returncode, run.stderr) == (1, "")  # they differ

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend import starts_no_backend
-from bits import assert_same_bits
-from faces import assert_accepts, raises
+from helpers import assert_same_bits, raises, starts_no_backend
 from optimizers import distance, gradients, tree, wide
+from peers import assert_accepts
 
 from jaxamp import flashoptim
 from jaxamp.flashoptim import compression, quantization

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend import starts_no_backend
-from faces import assert_accepts, assert_same, raises, run
+from helpers import raises, starts_no_backend
+from peers import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import jmp
 
@@ -115,9 +115,6 @@ def test_scale_and_unscale_are_jmps(peer, kind):
         return [loss_scale.scale(x), loss_scale.unscale(x), loss_scale.loss_scale, loss_scale.adjust(jnp.array(True))]
 
     assert_same(run(peer, case), run(jmp, case))
-
-
-FINITE = [True, True, False, True, True, True, True, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])

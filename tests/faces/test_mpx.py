@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from backend import starts_no_backend
-from faces import assert_accepts, assert_same, raises, run
+from helpers import raises, starts_no_backend
+from peers import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import mpx
 
@@ -118,9 +118,6 @@ def test_scale_and_unscale_of_float32_are_mpxs(peer):
     x = {"w": jnp.array([1.1, -2e-3, jnp.inf, jnp.nan]), "n": 1.5}
     case = lambda m: [scaling_of(m).scale(x["w"]), scaling_of(m).unscale(x), scaling_of(m).unscale(jnp.ones(2, F16))]
     assert_same(run(peer, case), run(mpx, case))
-
-
-FINITE = [True, True, False, True, True, True, True, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])

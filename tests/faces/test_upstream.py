@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from program import dtypes_of, matmul_dtypes
+from helpers import dtypes_of, matmul_dtypes
 
 import jaxamp
 

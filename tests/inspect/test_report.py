@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import shape
 from jax import lax
 
 import jaxamp
@@ -14,10 +15,6 @@ from jaxamp._inspect.cost import dims_of, flops_of
 
 F32 = jnp.float32
 X, W = jnp.ones((16, 8)), jnp.ones((8, 8))
-
-
-def shape(*sizes, dtype=F32):
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def reasons(fn, *args, dtype=jnp.bfloat16, **options):

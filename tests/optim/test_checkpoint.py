@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from bits import assert_same_bits
-from faces import raises
+from helpers import assert_same_bits, raises
 from optimizers import ADAMW, PAIRS, distance, gradients, tree
 
 from jaxamp import optim

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bits import assert_same_bits
-from faces import raises
+from helpers import assert_same_bits, raises
 from optimizers import ADAMW, PAIRS, distance, gradients, slowly, tree, wide
 
 import jaxamp

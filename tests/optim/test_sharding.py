@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits
-from faces import raises
+from helpers import assert_same_bits, raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import ADAMW, gradients, slowly, tree

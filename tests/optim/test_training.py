@@ -1,17 +1,15 @@
 """Whole trainings, compressed and in float32: digits, and a language model of bytes. Three seeds at once."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import ROOT
 
 from jaxamp import optim
 
 pytestmark = [pytest.mark.slow, pytest.mark.promotes]
-ROOT = Path(__file__).parents[2]
 SEEDS, CONTEXT = 3, 8
 
 

@@ -4,9 +4,9 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from benchmarks import _torch, _trees, kernels, memory, optimizer, results, train_step
 from benchmarks._contest import conclude
@@ -173,9 +173,9 @@ def test_a_misspelt_side_is_named():
 @pytest.mark.parametrize("network", ["vit", "gpt"])
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
 def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers, tmp_path):
-    out, root = tmp_path / "out.json", Path(__file__).parents[2]
+    out = tmp_path / "out.json"
     options = ["--small", "--network", network, "--layers", layers, "--sides", "all", "--json", str(out)]
-    subprocess.run([sys.executable, "-m", "benchmarks.train_step", *options], check=True, capture_output=True, cwd=root)
+    subprocess.run([sys.executable, "-m", "benchmarks.train_step", *options], check=True, capture_output=True, cwd=ROOT)
     rows = {row["side"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
     assert {name for name, row in rows.items() if row.get("ms")} >= {
         *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16"),

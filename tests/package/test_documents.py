@@ -3,13 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from benchmarks import results
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.promotes

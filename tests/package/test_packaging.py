@@ -7,8 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 ASK = "import jaxamp; print(jaxamp.__file__); print(*jaxamp.presets())"
 # No installation of this environment is to be seen: neither its metadata nor its editable path.
 HIDE = (

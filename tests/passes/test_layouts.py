@@ -4,32 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import AMP, MATMULS, dtypes_of, equations, in_float64, matmul_dtypes, names, near, normal
 from jax import export, lax
-from program import MATMULS, dtypes_of, equations, matmul_dtypes
-
-import jaxamp
-
-AMP = jaxamp.amp(compute_dtype=jnp.bfloat16)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
 
 X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
-
-
-def names(jaxpr) -> list[str]:
-    return [eqn.primitive.name for eqn in equations(jaxpr)]
-
-
-def near(found, expected, bound=2e-2):
-    return np.linalg.norm(np.asarray(found, np.float64) - expected) <= bound * np.linalg.norm(expected)
-
-
-def float64(fn, *args):
-    with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in args)))
 
 
 # -- transposes
@@ -46,7 +24,7 @@ def test_a_mapped_layer_has_no_transpose_forward_or_backward():
     jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, X)
     assert "transpose" not in names(jaxpr)
     assert matmul_dtypes(jaxpr) == [("bfloat16", "bfloat16")] * 3
-    expected = float64(jax.grad(fn, (0, 1)), W, X)
+    expected = in_float64(jax.grad(fn, (0, 1)), W, X)
     assert all(map(near, jax.grad(AMP(fn), (0, 1))(W, X), expected))
 
 
@@ -63,7 +41,7 @@ def test_a_transpose_that_swaps_the_operands_is_folded(dims, shapes, permutation
     a, b = normal(3, *shapes[0]), normal(4, *shapes[1])
     fn = lambda a, b: jnp.exp(lax.transpose(lax.dot_general(a, b, dims), permutation) * 0.1)
     assert "transpose" not in names(jax.make_jaxpr(AMP(fn))(a, b))
-    assert near(AMP(fn)(a, b), float64(fn, a, b))
+    assert near(AMP(fn)(a, b), in_float64(fn, a, b))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +56,7 @@ def test_a_transpose_that_swaps_the_operands_is_folded(dims, shapes, permutation
 )
 def test_other_transposes_stay(fn):
     assert "transpose" in names(jax.make_jaxpr(AMP(fn))(W, X))
-    for found, expected in zip(jax.tree.leaves(AMP(fn)(W, X)), jax.tree.leaves(float64(fn, W, X)), strict=True):
+    for found, expected in zip(jax.tree.leaves(AMP(fn)(W, X)), jax.tree.leaves(in_float64(fn, W, X)), strict=True):
         assert near(found, expected)
 
 
@@ -87,7 +65,7 @@ def test_a_layer_mapped_from_outside_puts_tokens_first():
     jaxpr = jax.make_jaxpr(jax.vmap(AMP(fn), (None, 0)))(W, X[0])
     (matmul,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
     assert matmul.outvars[0].aval.shape == (5, 16)
-    assert near(jax.vmap(AMP(fn), (None, 0))(W, X[0]), float64(jax.vmap(fn, (None, 0)), W, X[0]))
+    assert near(jax.vmap(AMP(fn), (None, 0))(W, X[0]), in_float64(jax.vmap(fn, (None, 0)), W, X[0]))
 
 
 # -- what is returned
@@ -99,7 +77,7 @@ def test_a_matmul_that_is_only_returned_comes_out_in_float32():
         assert matmul_dtypes(jaxpr) == [("bfloat16", "bfloat16")]
         assert [dtypes_of(name, jaxpr) for name in ("mixed_dot_general", "convert_element_type")] == [["float32"], []]
         rounded = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (W, X)]
-        assert near(AMP(fn)(W, X), float64(fn, *rounded), 1e-6)
+        assert near(AMP(fn)(W, X), in_float64(fn, *rounded), 1e-6)
 
 
 def test_a_matmul_of_which_a_part_is_returned_stays_low():
@@ -122,7 +100,7 @@ def test_weight_gradients_under_amp_come_straight_out_of_the_matmul(wrap):
     low = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (W, X)]
     found = AMP(wrap(jax.grad(fn)))(W, X)
     assert found.dtype == jnp.float32
-    assert near(found, float64(jax.grad(fn), *low), 1e-6)
+    assert near(found, in_float64(jax.grad(fn), *low), 1e-6)
 
 
 # -- cotangents
@@ -157,7 +135,7 @@ def test_a_bias_gradient_over_many_rows_is_not_lost():
     w, b, x = jnp.eye(4), jnp.ones(4), jnp.ones((rows, 4))
     assert np.array_equal(jax.jit(jax.grad(AMP(fn), 1))(w, b, x), np.full(4, rows, np.float32))
     gelu = lambda w, b, x: jnp.sum(jax.nn.gelu(x @ w + b) @ w)
-    assert near(jax.jit(jax.grad(AMP(gelu), 1))(w, b, x), float64(jax.grad(gelu, 1), w, b, x), 5e-3)
+    assert near(jax.jit(jax.grad(AMP(gelu), 1))(w, b, x), in_float64(jax.grad(gelu, 1), w, b, x), 5e-3)
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8)])
@@ -169,7 +147,7 @@ def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
     jaxpr = jax.make_jaxpr(jax.grad(AMP(fn)))(table, W, X)
     (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "held" and eqn.params["here"]]
     assert (held.params["ordered"], held.invars[0].aval.shape) == (True, (3, 5, 8))
-    assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), float64(jax.grad(fn), table, W, X))
+    assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), in_float64(jax.grad(fn), table, W, X))
 
 
 def lowered(x, platform: str) -> str:
@@ -212,12 +190,12 @@ def test_results_of_matmuls_are_in_order_unless_they_are_read_in_another():
 
 def test_order_passes_through_transforms():
     fn = lambda w, x: jnp.sum(jnp.tanh(x @ w.T))
-    assert near(jax.hessian(AMP(fn))(W, X), float64(jax.hessian(fn), W, X), 5e-2)
+    assert near(jax.hessian(AMP(fn))(W, X), in_float64(jax.hessian(fn), W, X), 5e-2)
     per_example = jax.vmap(jax.grad(AMP(fn)), (None, 1))(W, X)
-    assert near(per_example, float64(jax.vmap(jax.grad(fn), (None, 1)), W, X))
+    assert near(per_example, in_float64(jax.vmap(jax.grad(fn), (None, 1)), W, X))
     each = lambda w, x: jnp.tanh(x @ w.T)
     tangent = jax.jvp(lambda w: AMP(each)(w, X), (W,), (W,))[1]
-    assert near(tangent, float64(lambda w, x: jax.jvp(lambda w: each(w, x), (w,), (w,))[1], W, X))
+    assert near(tangent, in_float64(lambda w, x: jax.jvp(lambda w: each(w, x), (w,), (w,))[1], W, X))
 
 
 def test_a_bias_of_channels_first_has_no_say_in_the_layout():
@@ -230,21 +208,21 @@ def test_held_passes_through_transforms():
     fn = lambda table, w, x: jnp.sum(jnp.tanh((x + table) @ w.T))
     table, amp = normal(9, 5, 8), AMP(fn)
     per_example = jax.vmap(jax.grad(amp), (None, None, 0))(table, W, X[:, None])
-    assert near(per_example, float64(jax.vmap(jax.grad(fn), (None, None, 0)), table, W, X[:, None]))
+    assert near(per_example, in_float64(jax.vmap(jax.grad(fn), (None, None, 0)), table, W, X[:, None]))
     each = lambda table, w, x: jnp.tanh((x + table) @ w.T)
     tangent = jax.jvp(lambda t: AMP(each)(t, W, X), (table,), (table,))[1]
-    assert near(tangent, float64(lambda t, w, x: jax.jvp(lambda t: each(t, w, x), (t,), (t,))[1], table, W, X))
-    assert near(jax.hessian(amp)(table, W, X), float64(jax.hessian(fn), table, W, X), 5e-2)
+    assert near(tangent, in_float64(lambda t, w, x: jax.jvp(lambda t: each(t, w, x), (t,), (t,))[1], table, W, X))
+    assert near(jax.hessian(amp)(table, W, X), in_float64(jax.hessian(fn), table, W, X), 5e-2)
 
 
 @pytest.mark.parametrize("after", [lambda y, x: y, lambda y, x: y * jnp.exp(x[..., :1])])  # low, and an island
 def test_a_sum_with_a_bias_is_transposed_as_the_linear_function_it_is(after):
     fn = lambda w, b, x: jnp.sum(after(x @ w.T + b, x), (0, 1))
     transposed = lambda fn: lambda w, b, x: jax.linear_transpose(lambda w, b: fn(w, b, x), w, b)(b)
-    for found, expected in zip(transposed(AMP(fn))(W, B, X), float64(transposed(fn), W, B, X), strict=True):
+    for found, expected in zip(transposed(AMP(fn))(W, B, X), in_float64(transposed(fn), W, B, X), strict=True):
         assert near(found, expected)
     alone = lambda fn: lambda w, b, x: jax.linear_transpose(lambda b: fn(0 * w, b, x), b)(b)[0]
-    assert near(alone(AMP(fn))(W, B, X), float64(alone(fn), W, B, X))
+    assert near(alone(AMP(fn))(W, B, X), in_float64(alone(fn), W, B, X))
 
 
 def test_without_low_operations_nothing_is_held():

@@ -4,22 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import AMP, equations, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec
-from program import equations
 
 import jaxamp
 from jaxamp._passes.masks import MASK, spread_masks
 
-AMP = jaxamp.amp(compute_dtype=jnp.bfloat16)
 HEADS, TOKENS, WIDTH = 3, 6, 4
 SCORES = 2, HEADS, TOKENS, TOKENS
-
-
-def normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
 
 
 def repeated_masks(jaxpr):
@@ -102,8 +97,8 @@ def masked(mask):
 
 @pytest.mark.parametrize("mask", [*MASKS, turned])
 def test_a_mask_is_the_same_mask(mask):
-    check_values(masked(mask), normal(*SCORES))
-    found = np.asarray(masked(mask)(normal(*SCORES)))
+    check_values(masked(mask), normal(0, *SCORES))
+    found = np.asarray(masked(mask)(normal(0, *SCORES)))
     assert 0 < np.sum(found == -1e9) < found.size
 
 
@@ -156,7 +151,7 @@ def test_any_mask_is_the_same_mask(shape, steps, data):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_is_made_in_the_shape_of_the_scores(mask):
-    jaxpr = spread_masks(jax.make_jaxpr(masked(mask))(normal(*SCORES)))
+    jaxpr = spread_masks(jax.make_jaxpr(masked(mask))(normal(0, *SCORES)))
     assert SCORES not in repeated_masks(jaxpr)
     assert SCORES in whole_masks(jaxpr)
 
@@ -167,7 +162,7 @@ def attention(q, k, v):
 
 
 def test_mapped_attention_makes_its_mask_for_all_examples():
-    q = normal(2, TOKENS, HEADS, WIDTH)
+    q = normal(0, 2, TOKENS, HEADS, WIDTH)
     loss = lambda q: jnp.sum(jax.vmap(attention)(q, q, q) ** 2)
     assert repeated_masks(jax.make_jaxpr(loss)(q)) == [SCORES[1:], SCORES]
     jaxpr = jax.make_jaxpr(jax.grad(AMP(loss)))(q)
@@ -182,7 +177,7 @@ def test_mapped_attention_makes_its_mask_for_all_examples():
 @pytest.mark.parametrize("keep", ["auto", "matmuls", "all"])
 @pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint, jax.jit], ids=["bare", "checkpoint", "jit"])
 def test_nothing_more_is_kept_for_the_backward_pass(monkeypatch, around, keep):
-    q = normal(2, TOKENS, HEADS, WIDTH)
+    q = normal(0, 2, TOKENS, HEADS, WIDTH)
     loss = lambda q: jnp.sum(around(jax.vmap(attention))(q, q, q) ** 2)
     spread = jaxamp.bytes_kept(loss, compute_dtype=jnp.bfloat16, keep=keep)(q)
     monkeypatch.setattr("jaxamp._transform.amp.spread_masks", lambda jaxpr: jaxpr)
@@ -190,7 +185,7 @@ def test_nothing_more_is_kept_for_the_backward_pass(monkeypatch, around, keep):
 
 
 def test_a_scan_makes_its_masks_again():
-    q = normal(2, TOKENS, HEADS, WIDTH)
+    q = normal(0, 2, TOKENS, HEADS, WIDTH)
     layers = lambda q: jnp.sum(lax.scan(lambda q, w: (jax.vmap(attention)(q * w, q, q), None), q, jnp.ones(3))[0])
     jaxpr = jax.make_jaxpr(jax.grad(AMP(layers)))(q)
     loops = [eqn for eqn in jaxpr.eqns if eqn.primitive is lax.scan_p]
@@ -215,12 +210,12 @@ def test_a_scan_makes_its_masks_again():
     ids=["data", "rows of data", "lengths", "array", "random", "sums", "floats", "rounded", "constant"],
 )
 def test_other_masks_stay_as_they_are(fn):
-    jaxpr = jax.make_jaxpr(fn)(normal(*SCORES))
+    jaxpr = jax.make_jaxpr(fn)(normal(0, *SCORES))
     assert spread_masks(jaxpr) is jaxpr
 
 
 def test_masks_stay_where_no_rule_changes_anything():
-    fn, scores = masked(causal), normal(*SCORES)
+    fn, scores = masked(causal), normal(0, *SCORES)
     assert repeated_masks(jax.make_jaxpr(jaxamp.amp(fn, amp_policy={}))(scores)) == [SCORES]
 
 
@@ -233,12 +228,12 @@ def test_a_long_expression_ends_the_search():
             at = at + at
         return jnp.where(at > 0, scores, 0)
 
-    jaxpr = jax.make_jaxpr(fn)(normal(*SCORES))
+    jaxpr = jax.make_jaxpr(fn)(normal(0, *SCORES))
     assert spread_masks(jaxpr) is jaxpr
 
 
 def test_masks_stay_where_nothing_is_low():
-    fn, scores = masked(causal), normal(*SCORES)
+    fn, scores = masked(causal), normal(0, *SCORES)
     assert whole_masks(jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.float32))(scores)) == []
 
 
@@ -261,17 +256,17 @@ def test_masks_stay_where_nothing_is_low():
     ids="turning_reshape reshape returned from_a_jit cond carry xs in_a_scan while checkpoint".split(),
 )
 def test_masks_around_other_operations(fn):
-    check_values(fn, normal(*SCORES))
+    check_values(fn, normal(0, *SCORES))
 
 
 def test_a_function_that_returns_a_mask():
     make = jax.jit(lambda: jnp.broadcast_to(causal(), SCORES))
-    assert whole_masks(check_values(lambda x: jnp.where(make(), x, 0), normal(*SCORES))) == [SCORES]
+    assert whole_masks(check_values(lambda x: jnp.where(make(), x, 0), normal(0, *SCORES))) == [SCORES]
 
 
 def test_a_function_that_is_called_with_two_masks():
     where = jax.jit(lambda m, x: jnp.where(m, x, 0))
-    jaxpr = check_values(lambda x: where(causal(), x) - where(window(), x), normal(*SCORES))
+    jaxpr = check_values(lambda x: where(causal(), x) - where(window(), x), normal(0, *SCORES))
     assert whole_masks(jaxpr) == [SCORES, SCORES]
 
 
@@ -280,7 +275,7 @@ def test_a_function_that_is_called_with_many_masks_is_rewritten_for_a_few():
     fn = lambda x: sum(where(causal() & (jnp.arange(TOKENS) != i), x) for i in range(9))
     bodies = {
         id(eqn.params["jaxpr"])
-        for eqn in check_values(fn, normal(*SCORES)).eqns
+        for eqn in check_values(fn, normal(0, *SCORES)).eqns
         if eqn.params.get("name") == "<lambda>"
     }
     assert 1 < len(bodies) <= 5
@@ -289,7 +284,7 @@ def test_a_function_that_is_called_with_many_masks_is_rewritten_for_a_few():
 def test_a_layer_that_is_called_with_numbers_is_rewritten_once():
     layer = jax.jit(lambda x, i: masked(causal)(x) * i)
     fn = lambda x: layer(layer(layer(x, 1.0), 2.0), 3.0)
-    jaxpr = check_values(fn, normal(*SCORES))
+    jaxpr = check_values(fn, normal(0, *SCORES))
     assert len({id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns}) == 1
     assert whole_masks(jaxpr) == [SCORES] * 3
 
@@ -302,7 +297,7 @@ def test_masks_of_64_bits_stay_as_they_are():
             mask = jnp.arange(TOKENS, dtype=jnp.int64) * 2**33 > 2**33
         return jnp.where(mask, x, 0)
 
-    assert whole_masks(check_values(fn, normal(*SCORES))) == []
+    assert whole_masks(check_values(fn, normal(0, *SCORES))) == []
 
 
 def test_effects_stay(capfd):
@@ -311,7 +306,7 @@ def test_effects_stay(capfd):
         jax.debug.print("printed")
         return jnp.broadcast_to(causal(), SCORES)
 
-    jax.block_until_ready(jax.jit(AMP(lambda x: jnp.where(mask(), x, 0)))(normal(*SCORES)))
+    jax.block_until_ready(jax.jit(AMP(lambda x: jnp.where(mask(), x, 0)))(normal(0, *SCORES)))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == ["printed"]
 
@@ -323,7 +318,7 @@ def test_scopes_stay():
         return lax.select_n(lax.broadcast_in_dim(mask, SCORES, (2, 3)), x, 2 * x) @ x
 
     policy = jaxamp.load_policy("default") | {"mask": jaxamp.use_original_precision}
-    assert jaxamp.unmatched_keys(fn, amp_policy=policy)(normal(*SCORES)) == []
+    assert jaxamp.unmatched_keys(fn, amp_policy=policy)(normal(0, *SCORES)) == []
 
 
 def test_a_mask_that_is_printed_is_made(capfd):
@@ -331,7 +326,7 @@ def test_a_mask_that_is_printed_is_made(capfd):
         jax.debug.print("{}", jnp.broadcast_to(jnp.arange(2) < 1, (3, 2)))
         return jnp.where(jnp.arange(TOKENS) < 3, x, 0)
 
-    jax.block_until_ready(jax.jit(AMP(fn))(normal(*SCORES)))
+    jax.block_until_ready(jax.jit(AMP(fn))(normal(0, *SCORES)))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == "[[ True False] [ True False] [ True False]]".split()
 
@@ -341,17 +336,17 @@ def test_masks_of_unknown_shapes_stay_as_they_are():
     scores = jax.ShapeDtypeStruct((2, HEADS, size, size), jnp.float32)
     fn = lambda x: jnp.where(jnp.tril(jnp.ones(x.shape[-2:], bool)), x, -1e9)
     exported = export.export(jax.jit(AMP(fn)))(scores)
-    np.testing.assert_array_equal(exported.call(normal(*SCORES)), fn(normal(*SCORES)))
+    np.testing.assert_array_equal(exported.call(normal(0, *SCORES)), fn(normal(0, *SCORES)))
 
 
 def test_masks_without_jit():
-    fn, scores = masked(causal), normal(*SCORES)
+    fn, scores = masked(causal), normal(0, *SCORES)
     with jax.disable_jit():
         np.testing.assert_array_equal(AMP(fn)(scores), fn(scores))
 
 
 def test_masks_keep_the_line_of_the_user():
-    jaxpr = jax.make_jaxpr(masked(causal))(normal(*SCORES))
+    jaxpr = jax.make_jaxpr(masked(causal))(normal(0, *SCORES))
     lines = {id(eqn.source_info.traceback) for eqn in equations(jaxpr) if eqn.primitive is lax.broadcast_in_dim_p}
     (mask,) = masks(spread_masks(jaxpr))
     assert id(mask.source_info.traceback) in lines
@@ -360,7 +355,7 @@ def test_masks_keep_the_line_of_the_user():
 
 def test_masks_on_a_mesh():
     """On axes that arrays have in their types a mask stays as it is; inside of `shard_map` it is made for the part."""
-    spec, scores = PartitionSpec("d"), normal(*SCORES)
+    spec, scores = PartitionSpec("d"), normal(0, *SCORES)
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
 

@@ -8,18 +8,12 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_near, both, count, dtypes_of, equations, in_float64, kept, matmul_dtypes, normal
 from jax import lax
-from program import dtypes_of, equations, matmul_dtypes
 
 import jaxamp
 
 ROWS, WIDTH = 24, 16
-LOWS = (jnp.bfloat16, jnp.float16)
-both = pytest.mark.parametrize("low", LOWS)
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 X = normal(0, ROWS, WIDTH)
@@ -43,29 +37,6 @@ def attention(params, x):
     return jnp.sum(jax.nn.softmax(scores, axis=-1) @ x)
 
 
-def float64_gradient(fn, *args):
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
-        return jax.tree.map(np.asarray, jax.grad(fn)(*wide))
-
-
-def assert_near(found, expected, bound):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == jnp.float32
-        assert np.linalg.norm(np.asarray(a, np.float64) - b) <= bound * np.linalg.norm(b)
-
-
-def kept(fn, *args) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of what the pullback by the first argument holds on to, arguments left out."""
-    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(lambda first: fn(first, *a[1:]), a[0])[1]))(*args).jaxpr
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    return sorted((v.aval.shape, v.aval.dtype.name) for v in made if any(v is out for out in jaxpr.outvars))
-
-
-def count(name, jaxpr) -> int:
-    return [eqn.primitive.name for eqn in equations(jaxpr)].count(name)
-
-
 # -- islands
 
 
@@ -77,7 +48,7 @@ def test_an_activation_between_matmuls_keeps_nothing_in_float32(low, act):
     wide = [(shape, dtype) for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32" and shape[0] == ROWS]
     assert wide == []
     assert any(dtype == "float32" and shape == (ROWS, 2 * WIDTH) for shape, dtype in kept(fn, PARAMS, X))
-    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), float64_gradient(fn, PARAMS, X), 2e-2)
+    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), in_float64(jax.grad(fn), PARAMS, X), 2e-2)
 
 
 def test_an_island_takes_its_bias_and_gives_back_what_the_matmul_reads():
@@ -127,7 +98,7 @@ def test_a_constant_made_in_an_island_can_be_read_outside():
         ones = jnp.full(h.shape, 1.5)
         return jnp.sum((hand_written_gelu(h) * ones + ones) @ params["down"]) + jnp.sum(jnp.sin(ones))
 
-    expected = float64_gradient(fn, PARAMS, X)
+    expected = in_float64(jax.grad(fn), PARAMS, X)
     del expected["bias"]
     found = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)
     assert not np.any(found.pop("bias"))
@@ -143,7 +114,7 @@ def test_what_comes_out_of_an_island_may_be_read_in_two_dtypes():
     _, h = amp(PARAMS, X)
     assert h.dtype == jnp.float32
     assert not np.array_equal(h, h.astype(jnp.bfloat16).astype(jnp.float32))  # not rounded
-    expected = float64_gradient(lambda p, x: fn(p, x)[0], PARAMS, X)
+    expected = in_float64(jax.grad(lambda p, x: fn(p, x)[0]), PARAMS, X)
     found = jax.grad(lambda p: amp(p, X)[0])(PARAMS)
     assert_near([found["up"], found["down"]], [expected["up"], expected["down"]], 2e-2)
 
@@ -158,7 +129,7 @@ def test_transforms_go_through_an_island():
     found = jax.jvp(jax.grad(lambda x: amp(PARAMS, x)), (X,), (X,))[1]
     assert np.linalg.norm(found - curvature) < 3e-2 * np.linalg.norm(curvature)
     per_row = jax.vmap(jax.grad(amp), (None, 0))(PARAMS, X[:, None])
-    assert_near(jax.tree.map(lambda g: g.sum(0), per_row), float64_gradient(mlp, PARAMS, X), 2e-2)
+    assert_near(jax.tree.map(lambda g: g.sum(0), per_row), in_float64(jax.grad(mlp), PARAMS, X), 2e-2)
 
 
 # -- softmaxes
@@ -171,7 +142,7 @@ def test_softmax_between_matmuls_keeps_its_low_result_alone(low):
     assert square == [jnp.dtype(low).name]
     assert_near(
         jax.jit(jax.grad(amp))({"up": PARAMS["up"]}, X),
-        float64_gradient(attention, {"up": PARAMS["up"]}, X),
+        in_float64(jax.grad(attention), {"up": PARAMS["up"]}, X),
         4e-2 if low == jnp.bfloat16 else 6e-3,
     )
 
@@ -186,7 +157,7 @@ def test_softmax_is_found_over_any_axes(axis):
     jaxpr = jax.make_jaxpr(amp)(small)
     assert count("custom_jvp_call", jaxpr) == 1
     assert dtypes_of("exp", jaxpr) == ["float32"]
-    assert_near(jax.grad(amp)(small), float64_gradient(fn, small), 3e-2)
+    assert_near(jax.grad(amp)(small), in_float64(jax.grad(fn), small), 3e-2)
 
 
 @both
@@ -336,7 +307,7 @@ def test_keep_matmuls_keeps_results_of_matmuls_of_the_whole_function():
     assert max(map(math.prod, float32)) <= len(X)  # sums over tokens
     forward, whole = (jax.make_jaxpr(f)(PARAMS, X) for f in (amp, jax.grad(amp)))
     assert len(matmul_dtypes(whole)) < 3 * len(matmul_dtypes(forward))  # none again: at most two for each backwards
-    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), float64_gradient(two_layers, PARAMS, X), 2e-2)
+    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), in_float64(jax.grad(two_layers), PARAMS, X), 2e-2)
 
 
 def test_keep_all_adds_no_checkpoint():
@@ -386,7 +357,7 @@ def test_a_softmax_in_a_scan_is_kept_once():
     ]
     assert stacked == ["bfloat16"]
     assert_near(
-        jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(weights, X), float64_gradient(fn, weights, X), 4e-2
+        jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(weights, X), in_float64(jax.grad(fn), weights, X), 4e-2
     )
 
 
@@ -402,7 +373,7 @@ def test_scans_inside_of_scans_keep_little_too():
     assert wide == []
     forward, whole = (jax.make_jaxpr(f)(PARAMS, X) for f in (amp, jax.grad(amp)))
     assert len(matmul_dtypes(whole)) <= 3 * len(matmul_dtypes(forward))
-    expected = float64_gradient(fn, PARAMS, X)
+    expected = in_float64(jax.grad(fn), PARAMS, X)
     found = jax.jit(jax.grad(amp))(PARAMS, X)
     assert_near([found["up"], found["down"]], [expected["up"], expected["down"]], 3e-2)
 

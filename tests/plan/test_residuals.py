@@ -7,15 +7,15 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import count, equations, in_float64, matmul_dtypes, normal
 from jax import lax
-from program import equations, matmul_dtypes
 
 import jaxamp
 
 LAYERS, WIDTH, TOKENS = 3, 16, 24
-X = jnp.asarray(np.random.default_rng(0).standard_normal((TOKENS, WIDTH)).astype(np.float32))
+X = normal(0, TOKENS, WIDTH)
 WEIGHTS = {
-    name: 0.2 * jnp.asarray(np.random.default_rng(seed).standard_normal((LAYERS, *shape)).astype(np.float32))
+    name: 0.2 * normal(seed, LAYERS, *shape)
     for seed, (name, shape) in enumerate(
         {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}.items()
     )
@@ -95,7 +95,7 @@ def test_no_sum_of_many_entries_is_computed_again():
 def test_no_softmax_is_computed_again():
     amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
     for fn in (amp, jax.grad(amp)):
-        assert [eqn.primitive.name for eqn in equations(jax.make_jaxpr(fn)(WEIGHTS, X))].count("exp") == 1
+        assert count("exp", jax.make_jaxpr(fn)(WEIGHTS, X)) == 1
     found = kept(amp, WEIGHTS, X)
     assert [x.dtype.name for x in found if x.shape == (LAYERS, TOKENS, TOKENS)] == ["bfloat16"]
     assert len([x for x in found if x.shape == (LAYERS, TOKENS)]) == 6  # of two norms, and none of the softmax
@@ -113,10 +113,7 @@ def test_no_random_number_is_drawn_again():
 
     keys = jax.random.split(jax.random.key(0), LAYERS)
     amp = jaxamp.amp(noisy_loss, compute_dtype=jnp.bfloat16)
-    draws = [
-        [eqn.primitive.name for eqn in equations(jax.make_jaxpr(f)(WEIGHTS, keys))].count("random_bits")
-        for f in (amp, jax.grad(amp))
-    ]
+    draws = [count("random_bits", jax.make_jaxpr(f)(WEIGHTS, keys)) for f in (amp, jax.grad(amp))]
     assert draws == [2, 2]
 
 
@@ -159,9 +156,7 @@ def test_a_body_with_effects_is_no_checkpoint_and_has_islands():
 
 
 def test_gradients_through_the_checkpoint_are_near_float64():
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (WEIGHTS, X))
-        expected = jax.tree.map(np.asarray, jax.grad(loss)(*wide))
+    expected = in_float64(jax.grad(loss), WEIGHTS, X)
     found = jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(WEIGHTS, X)
     for name, want in expected.items():
         assert found[name].dtype == jnp.float32

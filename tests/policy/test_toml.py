@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import LOW, WIDE, dtypes_of, matmul_dtypes
 from jax import lax
-from program import dtypes_of, matmul_dtypes
 
 import jaxamp
 from jaxamp._compat import NOT_EVERYWHERE, primitives
@@ -16,7 +16,6 @@ from jaxamp._primitives.fused_sum import TOTAL
 from jaxamp._traits.table import FIXED, INTO_BUFFER, MOVES, ONE_TO_ONE, PLACES, POSITIONS, PRESERVES, SPREADS
 
 BF16 = np.dtype(jnp.bfloat16)
-LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")
 original, compute, infer = (
     jaxamp.use_original_precision,
     jaxamp.use_compute_precision,

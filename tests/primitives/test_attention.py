@@ -9,23 +9,16 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import assert_same_bits
+from helpers import assert_same_bits, both, equations, error, matmul_dtypes, normal
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from program import equations, matmul_dtypes
 
 import jaxamp
 from jaxamp._primitives import attention as module
 
 attend = jaxamp.dot_product_attention
 BATCH, TOKENS, KEYS, HEADS, WIDTH = 2, 6, 10, 4, 8
-LOWS = (jnp.bfloat16, jnp.float16)
-both = pytest.mark.parametrize("low", LOWS)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def booleans(seed: int, *shape: int) -> jax.Array:
@@ -46,11 +39,6 @@ LENGTHS = {
     "query_seq_lengths": jnp.array([TOKENS, 3], jnp.int32),
     "key_value_seq_lengths": jnp.array([4, KEYS], jnp.int32),
 }
-
-
-def error(found: Any, expected: Any) -> float:
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def largest_error(found: Any, expected: Any) -> float:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import dtypes_of
 from jax import export
-from program import dtypes_of
 
 import jaxamp
 from jaxamp._primitives.fused_sum import total

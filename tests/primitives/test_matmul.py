@@ -6,20 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import MATMULS, both, equations, error, in_float64, matmul_dtypes, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program import MATMULS, equations, matmul_dtypes
 
 import jaxamp
-
-LOWS = (jnp.bfloat16, jnp.float16)
-both = pytest.mark.parametrize("low", LOWS)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
 
 X, W = normal(0, 24, 16), normal(1, 16, 8)
 GROUPS = jnp.array([10, 14], jnp.int32)
@@ -50,10 +42,6 @@ def rounded(x: Any, low: Any) -> np.ndarray:
 def float64_gradients(op: Any, x: np.ndarray, w: np.ndarray, ct: np.ndarray) -> list[np.ndarray]:
     with jax.enable_x64(True):
         return [np.asarray(g) for g in jax.vjp(op, jnp.asarray(x), jnp.asarray(w))[1](jnp.asarray(ct))]
-
-
-def error(found: Any, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
 
 
 @both
@@ -139,11 +127,6 @@ def test_vmap_of_a_ragged_gradient_is_the_gradients():
 def scaled_loss(name):
     op, x, w = OPERATIONS[name]
     return lambda w, x: jnp.sum(jnp.sin(0.3 * op(x, w))), w, x
-
-
-def in_float64(fn, *args):
-    with jax.enable_x64(True):
-        return np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in args)))
 
 
 @operations

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from bits import assert_same_bits
+from helpers import assert_same_bits
 
 import jaxamp
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bits import bits
+from helpers import bits, equations, matmul_dtypes
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program import equations, matmul_dtypes
 
 import jaxamp
 from jaxamp import DynamicScalerState

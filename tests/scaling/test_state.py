@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend import starts_no_backend
+from helpers import starts_no_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

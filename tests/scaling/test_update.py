@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bits import assert_same_bits, dtypes
+from helpers import assert_same_bits, dtypes
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P

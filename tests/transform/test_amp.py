@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backend import starts_no_backend
+from helpers import LOW, WIDE, dtypes_of, equations, matmul_dtypes, matmuls, starts_no_backend
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from program import dtypes_of, equations, matmul_dtypes
 
 import jaxamp
 from jaxamp._plan.classify import Judge
@@ -25,12 +24,7 @@ from jaxamp._plan.sensitivity import FREE, Value
 from jaxamp._transform.amp import check_options
 
 BF16 = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
-LOW, WIDE = ("bfloat16", "bfloat16"), ("float32", "float32")
 W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
-
-
-def matmuls(fn, *args):
-    return matmul_dtypes(jax.make_jaxpr(fn)(*args))
 
 
 class Counted:

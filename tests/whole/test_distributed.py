@@ -7,14 +7,11 @@ import pickle
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+import distributed_worker as worker
 import jax
 import pytest
-import worker_distributed as worker
-from bits import assert_same_bits
-
-import jaxamp
+from helpers import assert_same_bits, with_the_package
 
 KINDS = ("jit", "shard_map", "shard_map_unchecked")
 TIMEOUT = 120
@@ -31,11 +28,7 @@ def results(tmp_path_factory):
     """What each of the two processes ended with, for all cases."""
     folder, port = tmp_path_factory.mktemp("distributed"), str(free_port())
     paths = [folder / f"{i}.pickle" for i in range(2)]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2"),
-        "PYTHONPATH": os.pathsep.join([str(Path(jaxamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = with_the_package(XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2"))
     processes = [
         subprocess.Popen(
             [sys.executable, worker.__file__, str(i), port, str(path)],

@@ -1,6 +1,6 @@
 """What XLA makes of our programs on an H200, read from what is compiled for one without having one."""
 
-import aot
+import gpu_compiler
 import pytest
 
 LARGE = [4096, 12288]
@@ -31,10 +31,10 @@ STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
 
 @pytest.fixture(scope="module")
 def answers():
-    why = aot.why_not()
+    why = gpu_compiler.why_not()
     if why:
         pytest.skip(why)
-    return dict(zip(QUESTIONS, aot.ask(list(QUESTIONS.values())), strict=True))
+    return dict(zip(QUESTIONS, gpu_compiler.ask(list(QUESTIONS.values())), strict=True))
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -10,33 +10,17 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from helpers import both, dtypes_of, equations, in_float64, jaxpr_of, matmul_dtypes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from program import dtypes_of, equations, jaxpr_of, matmul_dtypes
 from programs_libraries import PROGRAMS
 
 import jaxamp
 from jaxamp._compat import primitives
 
-both = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
-
 
 def amped(fn: Callable[..., Any], low: Any, **options: Any) -> Callable[..., Any]:
     return jaxamp.amp(fn, compute_dtype=low, **options)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jr.normal(jr.key(seed), shape, jnp.float32)
-
-
-def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
-    """The oracle: `fn` on the same numbers in float64."""
-
-    def wide(x: Any) -> Any:
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, jax.jit(fn)(*jax.tree.map(wide, args)))
 
 
 def assert_near(got: Any, want: Any, rtol: float) -> None:

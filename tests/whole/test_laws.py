@@ -11,7 +11,7 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import MATMULS, Program, equations, jaxpr_of, matmul_dtypes, multiplied
+from helpers import MATMULS, Program, equations, jaxpr_of, matmul_dtypes, multiplied
 from programs_core import PROGRAMS as CORE
 from programs_libraries import PROGRAMS as LIBRARIES
 

@@ -2,13 +2,12 @@
 
 It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a process of its own:
 
-    XLA_FLAGS=--xla_dump_to=FOLDER python aot.py FOLDER < questions.json > answers.json
+    XLA_FLAGS=--xla_dump_to=FOLDER python gpu_compiler.py FOLDER < questions.json > answers.json
 
 A question is the name of an answer below, and its arguments.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -55,15 +54,14 @@ def why_not():
 
 def ask(questions):
     """The answers of a process of its own, for it must know of no other backend."""
-    root = Path(__file__).parent.parent
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-    }
+    from helpers import with_the_package
+
     with tempfile.TemporaryDirectory() as folder:
-        environment["XLA_FLAGS"] += f" --xla_dump_to={folder}"
+        environment = with_the_package(
+            JAX_PLATFORMS="cpu",
+            JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+            XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_dump_to={folder}",
+        )
         command, question = [sys.executable, __file__, folder], json.dumps(questions)
         out = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=600)
     assert out.returncode == 0, out.stderr[-2000:]
