@@ -49,6 +49,9 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
+
+
 # -- values beside those of float64
 
 

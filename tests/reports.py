@@ -1,4 +1,4 @@
-"""Reports made by hand, of any size."""
+"""Reports made by hand, of any size, and the text of a compiled program."""
 
 from jaxamp import AmpReport, BytesKept
 from jaxamp._inspect.cost import Dims
@@ -76,3 +76,18 @@ def large_report(count, *, distinct=False):
         phase = "forward" if 2 * i < count else "backward"
         rows.append(matmul(scope, 10**9 + 1_000_003 * i, phase=phase, source=source, **more))
     return report_of(*rows)
+
+
+HLO = """
+ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %c = bf16[8,8]{1,0} convert(%b), metadata={op_name="jit(step)/block/convert_element_type"}
+  %dot.1 = bf16[8,8]{1,0} dot(%a, %c), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(block)/dot_general"}
+  %d = f32[8,8]{1,0} convert(%a)
+  %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
+  %h = bf16[8,8] dot(%a, %c), metadata={op_name="jit(f)/jvp(jit(g))/eval_jaxpr/block/attention/dot"}
+  %g = (f32[8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/body/block/d"}
+  ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
+}
+"""

@@ -1,6 +1,5 @@
 """Primitives bound under a transform: nothing but the time that it takes may tell them from `primitive.bind`."""
 
-import functools
 import gc
 import inspect
 import weakref
@@ -10,19 +9,15 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations
+from helpers import AMP, W, equations
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxamp
 from jaxamp import _jaxpr
 from jaxamp._traits.table import PLAIN
-
-BF16 = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
-W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
 
 def mlp(w, x):
@@ -69,7 +64,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_equations_are_those_of_the_primitive(name, by_itself):
-    fn = TRANSFORMS[name](BF16(mlp))
+    fn = TRANSFORMS[name](AMP(mlp))
     assert sorted(written(fn, W, W)) == sorted(by_itself(written, fn, W, W))
 
 
@@ -77,14 +72,14 @@ def test_rules_are_applied_once_to_equal_equations(monkeypatch):
     applied, rule = [], ad.primitive_jvps[lax.tanh_p]
     monkeypatch.setitem(ad.primitive_jvps, lax.tanh_p, lambda *args, **kw: (applied.append(1), rule(*args, **kw))[1])
     x = jnp.ones((3, 7))  # a shape that no other test has
-    jax.make_jaxpr(jax.grad(BF16(lambda x: sum(jnp.tanh(x * k).sum() for k in range(1, 9)))))(x)
+    jax.make_jaxpr(jax.grad(AMP(lambda x: sum(jnp.tanh(x * k).sum() for k in range(1, 9)))))(x)
     assert len(applied) == 1
 
 
 def test_a_jaxpr_that_is_traced_is_bound_as_it_was(monkeypatch):
     monkeypatch.setattr(_jaxpr, "_jitted", None)  # not asked for
-    jax.make_jaxpr(BF16(mlp))(W, W)
-    BF16(mlp)(W, W)
+    jax.make_jaxpr(AMP(mlp))(W, W)
+    AMP(mlp)(W, W)
 
 
 def test_contexts_of_equal_equations_are_told_apart(by_itself):
@@ -97,8 +92,8 @@ def test_contexts_of_equal_equations_are_told_apart(by_itself):
             x = jnp.tanh(x)
         return jnp.tanh(x).sum()
 
-    got = written(jax.grad(BF16(fn)), W)
-    assert got == by_itself(written, jax.grad(BF16(fn)), W)
+    got = written(jax.grad(AMP(fn)), W)
+    assert got == by_itself(written, jax.grad(AMP(fn)), W)
     of_tanh = [context for name, _, _, *context in got if name == "tanh"]
     assert len({*map(tuple, of_tanh)}) == len(of_tanh) == 4
 
@@ -111,7 +106,7 @@ def test_scopes_of_equal_equations_are_told_apart(by_itself):
         return x.sum()
 
     def stacks():
-        return [stack for name, _, stack, *_ in written(jax.grad(BF16(fn)), W) if name == "tanh"]
+        return [stack for name, _, stack, *_ in written(jax.grad(AMP(fn)), W) if name == "tanh"]
 
     assert stacks() == by_itself(stacks) == ["jvp(first)", "jvp(second)"]
 
@@ -123,14 +118,14 @@ def test_source_lines_of_equal_equations_are_told_apart():
         return x.sum()
 
     first = inspect.getsourcelines(fn)[1] + 1
-    eqns = [e for e in equations(jax.make_jaxpr(jax.grad(BF16(fn)))(W)) if e.primitive is lax.tanh_p]
+    eqns = [e for e in equations(jax.make_jaxpr(jax.grad(AMP(fn)))(W)) if e.primitive is lax.tanh_p]
     lines = [{f.line_num for f in e.source_info.traceback.frames if f.file_name == __file__} for e in eqns]
     assert [first in found for found in lines] == [True, False]
     assert [first + 1 in found for found in lines] == [False, True]
 
 
 def test_changes_of_the_configuration_are_seen(by_itself):
-    fn = jax.grad(BF16(mlp))
+    fn = jax.grad(AMP(mlp))
     before = written(fn, W, W)
     settings = [
         lambda: jax.enable_x64(True),
@@ -152,7 +147,7 @@ def test_shardings_in_types_and_parameters_are_kept(by_itself):
     with jax.set_mesh(mesh):
         for spec in (P("a", None), P(None, "b"), P()):
             x = jax.device_put(W, NamedSharding(mesh, spec))
-            fn = jax.grad(BF16(lambda w, x: jnp.tanh(jnp.einsum("ij,jk->ik", x, w, out_sharding=P("a", None))).sum()))
+            fn = jax.grad(AMP(lambda w, x: jnp.tanh(jnp.einsum("ij,jk->ik", x, w, out_sharding=P("a", None))).sum()))
             assert written(fn, W, x) == by_itself(written, fn, W, x)
 
 
@@ -161,11 +156,11 @@ def test_weak_types_integers_and_float0_are_kept(by_itself):
         return (jnp.tanh(x @ x) * s).sum() + jnp.sum(n * 2).astype(jnp.float32)
 
     def grad(s, n, x):
-        return jax.grad(BF16(fn), argnums=(0, 1, 2), allow_int=True)(s, n, x)
+        return jax.grad(AMP(fn), argnums=(0, 1, 2), allow_int=True)(s, n, x)
 
     args = 2.0, jnp.arange(3), W
     with jax.numpy_dtype_promotion("standard"):
-        assert written(jax.grad(BF16(fn)), *args) == by_itself(written, jax.grad(BF16(fn)), *args)
+        assert written(jax.grad(AMP(fn)), *args) == by_itself(written, jax.grad(AMP(fn)), *args)
         got, want = jax.jit(grad)(*args), by_itself(jax.jit(lambda *args: grad(*args)), *args)
     assert got[1].dtype == want[1].dtype == jax.dtypes.float0
     np.testing.assert_array_equal(got[2], want[2])
@@ -182,7 +177,7 @@ def test_nothing_of_the_user_is_kept_alive():
             assert token is not None
             return jnp.tanh(x @ array).sum()
 
-        jaxpr = jax.make_jaxpr(jax.grad(BF16(fn)))(W)
+        jaxpr = jax.make_jaxpr(jax.grad(AMP(fn)))(W)
         return [weakref.ref(x) for x in (token, array, fn, jaxpr)]
 
     found = watched()
@@ -209,24 +204,24 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_jaxpr, "_jitted", spy)
-        jax.make_jaxpr(jax.grad(BF16(fn)))(W, W)
+        jax.make_jaxpr(jax.grad(AMP(fn)))(W, W)
     assert seen
     assert all(primitive.name in PLAIN and all(plain(v) for _, v in params) for primitive, params in seen)
 
 
 def test_no_tracer_leaks_and_no_jit():
     with jax.checking_leaks():
-        jax.make_jaxpr(jax.grad(BF16(mlp)))(W, W)
-        jax.make_jaxpr(jax.vmap(jax.grad(BF16(mlp))))(W[None], W[None])
-    want = jax.grad(BF16(mlp))(W, W)
+        jax.make_jaxpr(jax.grad(AMP(mlp)))(W, W)
+        jax.make_jaxpr(jax.vmap(jax.grad(AMP(mlp))))(W[None], W[None])
+    want = jax.grad(AMP(mlp))(W, W)
     with jax.disable_jit():
-        got = jax.grad(BF16(mlp))(W, W)
+        got = jax.grad(AMP(mlp))(W, W)
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_a_batch_of_unknown_size_is_differentiated():
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 4), jnp.float32)
-    exported = jax.export.export(jax.jit(jax.grad(BF16(mlp))))(W, x)
-    want = jax.jit(jax.grad(BF16(mlp)))(W, W)
+    exported = jax.export.export(jax.jit(jax.grad(AMP(mlp))))(W, x)
+    want = jax.jit(jax.grad(AMP(mlp)))(W, W)
     np.testing.assert_allclose(exported.call(W, W), want, rtol=2e-2, atol=2e-2)

@@ -1,6 +1,5 @@
 """What a report says: reasons, totals, source lines; as data, as text, and as a check."""
 
-import contextlib
 import json
 
 import jax
@@ -8,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from helpers import shape
 from jax import lax
+from reports import HLO
 
 import jaxamp
-from jaxamp import amp_report, assert_mixed, compiled_matmuls
-from jaxamp._inspect.cost import dims_of, flops_of
+from jaxamp import amp_report, assert_mixed
 
 F32 = jnp.float32
 X, W = jnp.ones((16, 8)), jnp.ones((8, 8))
@@ -206,49 +205,6 @@ def test_casts_are_those_that_amp_adds():
     assert untouched.cast_count == 0
 
 
-@pytest.mark.parametrize(
-    ("fn", "shapes", "flops", "dims"),
-    [
-        (lambda x, w: x @ w, [(4, 8), (8, 16)], 2 * 4 * 8 * 16, (4, 16, 8)),
-        (lambda x, w: jnp.einsum("bij,bjk->bik", x, w), [(3, 4, 8), (3, 8, 5)], 2 * 3 * 4 * 8 * 5, (4, 5, 8)),
-        (
-            lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"),
-            [(2, 3, 8, 8), (6, 3, 3, 3)],
-            2 * (2 * 6 * 8 * 8) * 3 * 9,
-            (2 * 8 * 8, 6, 27),
-        ),
-        (
-            lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=3),
-            [(2, 3, 8, 8), (6, 1, 3, 3)],
-            2 * (2 * 6 * 8 * 8) * 9,
-            (2 * 8 * 8, 2, 9),
-        ),
-        (lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 2])), [(4, 8), (2, 8, 16)], 2 * 4 * 8 * 16, (4, 16, 8)),
-    ],
-)
-def test_flops_and_dimensions_of_matmuls(fn, shapes, flops, dims):
-    jaxpr = jax.make_jaxpr(fn)(*(shape(*s) for s in shapes))
-    (eqn,) = [eqn for eqn in jaxpr.jaxpr.eqns if dims_of(eqn) is not None]
-    assert flops_of(eqn) == flops
-    assert tuple(dims_of(eqn)) == dims
-
-
-def test_a_strided_convolution_costs_the_same_both_ways():
-    def loss(x, w):
-        return jnp.sum(lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
-
-    report = amp_report(loss)(shape(2, 16, 16, 8), shape(3, 3, 8, 16))
-    assert {row.phase: row.flops for row in report.matmuls} == {"forward": 294912, "backward": 294912}
-
-
-def test_a_shard_map_counts_by_its_devices():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("data")
-    fn = jax.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec)
-    (row,) = amp_report(fn, backward=False)(shape(16, 8), shape(8, 8)).matmuls
-    assert row.flops == 2 * 16 * 8 * 8
-
-
 def test_integers_are_no_business_of_a_report():
     def loss(w, x, i):
         return jnp.sum(x @ w) + jnp.sum(i @ i.T).astype(F32)
@@ -290,15 +246,6 @@ def test_matmuls_of_nothing():
     assert report._repr_html_()
 
 
-def test_flops_of_attention_forwards_and_backwards():
-    def loss(q, k):
-        return jnp.sum(jaxamp.dot_product_attention(q, k, k))
-
-    report = amp_report(loss, compute_dtype=jnp.bfloat16)(shape(2, 16, 4, 8), shape(2, 32, 4, 8))
-    once = 2 * (2 * 16 * 4 * 8) * 32
-    assert {row.phase: row.flops for row in report.matmuls} == {"forward": 2 * once, "backward": 5 * once}
-
-
 def test_matmuls_that_waste_tensor_cores():
     report = amp_report(net, compute_dtype=jnp.bfloat16)(*NET)
     assert {tuple(row.dims) for row in report.wasteful_matmuls} == {
@@ -309,14 +256,6 @@ def test_matmuls_that_waste_tensor_cores():
     } & {tuple(row.dims) for row in report.matmuls}
     assert all(row.scope == "head" for row in report.wasteful_matmuls)
     assert "Matmuls with a dimension that is no multiple of 8" in report.text()
-
-
-def test_a_file_beside_the_package_is_the_users():
-    from jaxamp._inspect import location as _place
-
-    assert _place._is_the_users(str(_place.Path(_place.__file__).parent) + "_train.py")
-    assert not _place._is_the_users(_place.__file__)
-    assert not _place._is_the_users(jnp.__file__)
 
 
 # -- totals
@@ -474,59 +413,6 @@ def test_assert_mixed_takes_the_options_of_both():
     assert_mixed(net, NET, compute_dtype=jnp.bfloat16)
     with pytest.raises(AssertionError, match="scope 'amp_stop'"):
         assert_mixed(jaxamp.amp_stop(net), NET, low="head", compute_dtype=jnp.bfloat16)
-
-
-HLO = """
-ENTRY %main (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
-  %a = bf16[8,8]{1,0} parameter(0)
-  %b = f32[8,8]{1,0} parameter(1)
-  %c = bf16[8,8]{1,0} convert(%b), metadata={op_name="jit(step)/block/convert_element_type"}
-  %dot.1 = bf16[8,8]{1,0} dot(%a, %c), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(block)/dot_general"}
-  %d = f32[8,8]{1,0} convert(%a)
-  %dot.2 = f32[8,8]{1,0} dot(%d, %b), metadata={op_name="jit(step)/transpose(jvp(vmap(head)))/mlp/dot_general"}
-  %h = bf16[8,8] dot(%a, %c), metadata={op_name="jit(f)/jvp(jit(g))/eval_jaxpr/block/attention/dot"}
-  %g = (f32[8], s8[4]) custom-call(%a, %c), custom_call_target="__cublas$gemm", metadata={op_name="while/body/block/d"}
-  ROOT %other = f32[8,8]{1,0} custom-call(%b), custom_call_target="TopK"
-}
-"""
-
-
-def test_the_matmuls_of_a_compiled_program():
-    assert compiled_matmuls(HLO) == [
-        ("dot", ("bfloat16", "bfloat16"), "block"),
-        ("dot", ("float32", "float32"), "head/mlp"),
-        ("dot", ("bfloat16", "bfloat16"), "block/attention"),
-        ("__cublas$gemm", ("bfloat16", "bfloat16"), "block"),
-    ]
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_scopes_of_a_compiled_program_are_those_of_the_report(backward):
-    def layer(*names):
-        def apply(w, x):
-            with contextlib.ExitStack() as stack:
-                for name in names:
-                    stack.enter_context(jax.named_scope(name))
-                return jnp.tanh(x @ w)
-
-        return apply
-
-    def loss(w, x):
-        for name in ("body", "cond", "while", "f(x)", "a/b"):
-            x = layer(name)(w, x)
-        with jax.named_scope("cond"):
-            x = lax.cond(x[0, 0] > 0, layer("branch"), layer("branch_1_fun"), w, x)
-        with jax.named_scope("loop"):
-            x = lax.scan(lambda c, _: (layer("while", "inside")(w, c), None), x, None, length=3)[0]
-        with jax.named_scope("outer"), jax.named_scope("again"):
-            x = jax.checkpoint(lambda w, x: jnp.tanh(layer("inner")(w, x) @ w))(w, x)
-        with jax.named_scope("mapped"):
-            x = jax.vmap(lambda row: layer("row")(w, row))(x)
-        return jnp.sum(jax.jit(layer("jitted"))(w, x))
-
-    report = amp_report(loss, compute_dtype=F32, backward=backward)(W, X)
-    compiled = jax.jit(jax.value_and_grad(loss) if backward else loss).lower(W, X).compile()
-    assert {row.scope for row in compiled_matmuls(compiled)} == {row.scope for row in report.matmuls}
 
 
 def test_a_compiled_program_is_checked_too():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import AMP, MATMULS, dtypes_of, equations, in_float64, matmul_dtypes, names, near, normal
-from jax import export, lax
+from jax import lax
 
 X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
 
@@ -150,34 +150,6 @@ def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
     assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), in_float64(jax.grad(fn), table, W, X))
 
 
-def lowered(x, platform: str) -> str:
-    """The gradient of a bias after a matmul: the result of that and the cotangent of the bias have layouts."""
-    fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), (0, 1)))
-    return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
-
-
-def test_on_a_gpu_held_is_a_barrier_and_a_layout_and_elsewhere_nothing():
-    assert [lowered(X, p).count("optimization_barrier") for p in ("cpu", "cuda")] == [0, 1]
-    assert [lowered(X, p).count("LayoutConstraint") for p in ("cpu", "cuda")] == [0, 2]
-
-
-def test_no_layout_is_asked_for_where_the_partitioner_would_gather():
-    mesh = jax.make_mesh((3,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3])
-    shared = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
-    assert lowered(shared, "cuda").count("LayoutConstraint") == (2 if jax.__version_info__ >= (0, 11, 2) else 0)
-    assert lowered(shared, "cuda").count("optimization_barrier") == 1
-
-
-@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
-def test_export_for_a_gpu_asks_for_no_layout(platforms):
-    """JAX exports no program with the custom call that asks."""
-    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
-    for exported in (AMP(fn), jax.grad(AMP(fn), (0, 1))):
-        text = export.export(jax.jit(exported), platforms=platforms)(W, B, X).mlir_module()
-        assert "dot_general" in text
-        assert "LayoutConstraint" not in text
-
-
 def test_results_of_matmuls_are_in_order_unless_they_are_read_in_another():
     def ordered(fn) -> int:
         return names(jax.make_jaxpr(AMP(fn))(W, X)).count("ordered")
@@ -188,31 +160,10 @@ def test_results_of_matmuls_are_in_order_unless_they_are_read_in_another():
     assert ordered(lambda w, x: jnp.tanh(w @ x[0, 0])) == 0  # a vector has one order
 
 
-def test_order_passes_through_transforms():
-    fn = lambda w, x: jnp.sum(jnp.tanh(x @ w.T))
-    assert near(jax.hessian(AMP(fn))(W, X), in_float64(jax.hessian(fn), W, X), 5e-2)
-    per_example = jax.vmap(jax.grad(AMP(fn)), (None, 1))(W, X)
-    assert near(per_example, in_float64(jax.vmap(jax.grad(fn), (None, 1)), W, X))
-    each = lambda w, x: jnp.tanh(x @ w.T)
-    tangent = jax.jvp(lambda w: AMP(each)(w, X), (W,), (W,))[1]
-    assert near(tangent, in_float64(lambda w, x: jax.jvp(lambda w: each(w, x), (w,), (w,))[1], W, X))
-
-
 def test_a_bias_of_channels_first_has_no_say_in_the_layout():
     fn = lambda w, b, x: jnp.sum(jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None]) ** 2)
     jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(normal(6, 4, 3, 3, 3), normal(7, 4), normal(8, 2, 3, 6, 6))
     assert [eqn.params["ordered"] for eqn in equations(jaxpr) if eqn.primitive.name == "held"] == [False]
-
-
-def test_held_passes_through_transforms():
-    fn = lambda table, w, x: jnp.sum(jnp.tanh((x + table) @ w.T))
-    table, amp = normal(9, 5, 8), AMP(fn)
-    per_example = jax.vmap(jax.grad(amp), (None, None, 0))(table, W, X[:, None])
-    assert near(per_example, in_float64(jax.vmap(jax.grad(fn), (None, None, 0)), table, W, X[:, None]))
-    each = lambda table, w, x: jnp.tanh((x + table) @ w.T)
-    tangent = jax.jvp(lambda t: AMP(each)(t, W, X), (table,), (table,))[1]
-    assert near(tangent, in_float64(lambda t, w, x: jax.jvp(lambda t: each(t, w, x), (t,), (t,))[1], table, W, X))
-    assert near(jax.hessian(amp)(table, W, X), in_float64(jax.hessian(fn), table, W, X), 5e-2)
 
 
 @pytest.mark.parametrize("after", [lambda y, x: y, lambda y, x: y * jnp.exp(x[..., :1])])  # low, and an island

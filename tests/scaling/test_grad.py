@@ -7,74 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, equations, matmul_dtypes
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from helpers import bits
+from helpers import error as relative
+from least_squares import LOSS, WAYS, W, batch_of, error, oracle
 
 import jaxamp
 from jaxamp import DynamicScalerState
-
-# -- three ways to run, and one problem whose gradient is known
-
-
-def eagerly(fn):
-    return fn
-
-
-def jitted(fn):
-    return eqx.filter_jit(fn)
-
-
-def sharded(axis_type):
-    """Parameters on each of eight devices, the batch divided between them."""
-
-    def run(fn):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-
-        def placed(w, batch, **kwargs):
-            w = jax.device_put(w, NamedSharding(mesh, P()))
-            batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-            return eqx.filter_jit(fn)(w, batch, **kwargs)
-
-        return placed
-
-    return run
-
-
-WAYS = pytest.mark.parametrize(
-    "way",
-    [eagerly, jitted, sharded(AxisType.Auto), sharded(AxisType.Explicit)],
-    ids=["eager", "jit", "sharded", "explicitly sharded"],
-)
-
-
-def batch_of(size=16, features=4, magnitude=0.25):
-    """Small enough that gradients times 2**15 are float16 numbers."""
-    random = np.random.default_rng(0)
-    x = magnitude * random.standard_normal((size, features)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(magnitude * random.standard_normal(size).astype(np.float32))
-
-
-W = jnp.asarray(np.random.default_rng(1).standard_normal(4).astype(np.float32))
-
-
-def error(w, batch):
-    x, y = batch
-    return jnp.mean((x @ w[:, None] - y[:, None]) ** 2)
-
-
-def oracle(w, batch):
-    x, y, w = (np.asarray(a, np.float64) for a in (*batch, w))
-    return 2 / len(x) * x.T @ (x @ w - y)
-
-
-LOSS = jaxamp.amp(error)
-
-
-def relative(found, expected):
-    return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
-
 
 # -- the laws
 
@@ -156,52 +94,6 @@ def test_a_loss_that_is_infinite_with_finite_gradients_comes_back_infinite(way):
     assert state.finite
 
 
-@WAYS
-@pytest.mark.parametrize("redo_on_nan", [0, 2, 20])
-def test_an_overflow_is_redone_until_it_is_finite(way, redo_on_nan):
-    batch, start = batch_of(magnitude=30.0), 2.0**20
-    grad_fn = way(jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=redo_on_nan))
-    state, grads = grad_fn(W, batch, dynamic_scaler_state=DynamicScalerState(scaler=start, count=7))
-    if redo_on_nan == 20:
-        redos = int(state.total_redos)
-        assert 0 < redos < 20
-        assert float(state.scaler) == start / 2**redos
-        assert (int(state.count), int(state.skipped), int(state.total_resets)) == (1, 0, redos)
-        assert relative(grads, oracle(W, batch)) < 2**-9
-    else:  # given up: the result as it is, one step down, and the counters say so
-        assert not np.isfinite(grads).all()
-        assert float(state.scaler) == start / 2
-        assert (int(state.count), int(state.skipped)) == (0, 1)
-        assert (int(state.total_resets), int(state.total_redos)) == (redo_on_nan + 1, redo_on_nan)
-
-
-def nan_gradients(w, batch):
-    """A finite loss with gradients that are NaN at every scale."""
-    return LOSS(w, batch) + jnp.sum(jnp.sqrt(0.0 * w))
-
-
-def test_gradients_that_are_nan_at_every_scale_lower_it_once():
-    grad_fn = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=10)
-    state, grads = grad_fn(W, batch_of(), dynamic_scaler_state=DynamicScalerState())
-    assert np.isnan(grads).any()
-    assert jaxamp.scaler_metrics(state) | {"underflow": 0} == {
-        "scale": 2**14, "skipped": 1, "total_skipped": 1, "total_redone": 10, "underflow": 0
-    }  # fmt: skip
-
-
-def test_a_loss_that_is_not_finite_is_not_redone():
-    batch = batch_of()[0].at[3, 2].set(jnp.nan), batch_of()[1]
-    state, grads = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=10)(W, batch, dynamic_scaler_state=DynamicScalerState())
-    assert np.isnan(grads).any()
-    assert (float(state.scaler), int(state.total_redos), int(state.skipped)) == (2**14, 0, 1)
-
-
-def test_a_redo_ignores_hysteresis_and_stops_at_the_smallest_scale():
-    state = DynamicScalerState(scaler=8.0, min_scaler=2.0, hysteresis=3)
-    state, _ = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=2**40)(W, batch_of(), dynamic_scaler_state=state)
-    assert (int(state.total_redos), float(state.scaler), int(state.overflows)) == (2, 8.0, 1)
-
-
 def test_the_scale_of_a_float16_loss_stays_where_float16_ends():
     def loss(w, x):
         return jnp.sum(w.astype(jnp.float16) * x.astype(jnp.float16))
@@ -225,12 +117,6 @@ def test_a_scale_that_cannot_work_is_mended_where_it_cannot_be_refused(scale):
     assert np.isfinite(state.scaler)
     assert float(state.scaler) > 0
     assert np.isfinite(grads).all() or scale == np.inf  # which has a long way down
-
-
-def test_a_static_scale_is_not_redone():
-    grad_fn = jaxamp.dynamic_scale_grad(nan_gradients, redo_on_nan=50)
-    state, _ = grad_fn(W, batch_of(), dynamic_scaler_state=DynamicScalerState.no_op())
-    assert (int(state.total_redos), float(state.scaler), int(state.skipped)) == (0, 1.0, 1)
 
 
 @WAYS
@@ -266,175 +152,6 @@ def test_the_share_of_gradients_lost_is_told():
         assert float(state.underflow) == share
     bad, _ = grad_fn(tree, tree | {"big": jnp.full(3, jnp.inf)}, dynamic_scaler_state=state)
     assert float(bad.underflow) == 1 / 8  # of the last finite step
-
-
-# -- across devices
-
-
-@pytest.mark.parametrize("redo_on_nan", [0, 12])
-def test_in_shard_map_and_pmap_the_devices_agree(redo_on_nan):
-    mesh = jax.make_mesh((8,), ("data",))
-    batch = batch_of()[0].at[9].set(1e2), batch_of()[1]  # the fifth device overflows
-    grad_fn = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=redo_on_nan, axis_name="data")
-
-    def step(w, batch, state):
-        state, grads = grad_fn(w, batch, dynamic_scaler_state=state)
-        return state, lax.pmean(grads, "data")
-
-    def own_step(w, batch, state):  # parameters that vary: no gradient is summed behind our back
-        return jax.tree.map(lambda x: x[None], step(w[0], batch, state))
-
-    placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    each = jax.device_put(jnp.stack([W] * 8), NamedSharding(mesh, P("data")))
-    whole, expected = jax.jit(jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=redo_on_nan))(
-        W, batch, dynamic_scaler_state=DynamicScalerState()
-    )
-    by_map = jax.jit(
-        jax.shard_map(own_step, mesh=mesh, in_specs=(P("data"), P("data"), P()), out_specs=P("data"), check_vma=False)
-    )(each, placed, DynamicScalerState())
-    by_pmap = jax.pmap(step, axis_name="data", in_axes=(None, 0, None))(
-        W, jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), batch), DynamicScalerState()
-    )
-    for state, grads in (by_map, by_pmap):
-        assert len(set(np.asarray(state.scaler).tolist())) == 1
-        assert len(set(np.asarray(state.total_redos).tolist())) == 1
-        assert (int(np.asarray(state.skipped)[0]) == 0) == (redo_on_nan > 0) == np.isfinite(grads).all()
-        if redo_on_nan:
-            assert relative(np.asarray(grads)[0], oracle(W, batch)) < 2**-8
-            assert len({row.tobytes() for row in np.asarray(grads)}) == 1
-    assert bool(whole.finite) == (redo_on_nan > 0) == np.isfinite(expected).all()
-
-
-@pytest.mark.parametrize("redo_on_nan", [0, 12])
-def test_without_an_axis_each_device_of_a_shard_map_has_a_scaler_of_its_own(redo_on_nan):
-    mesh = jax.make_mesh((8,), ("model",))
-    batch = batch_of()[0].at[9].set(1e2), batch_of()[1]
-    placed = jax.device_put((jnp.stack([W] * 8), batch), NamedSharding(mesh, P("model")))
-    states = jax.device_put(
-        jax.tree.map(lambda x: jnp.stack([x] * 8), DynamicScalerState()), NamedSharding(mesh, P("model"))
-    )
-
-    def step(w, batch, state):
-        w, state = jax.tree.map(lambda x: x[0], (w, state))
-        state, _ = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=redo_on_nan)(w, batch, dynamic_scaler_state=state)
-        return jax.tree.map(lambda x: x[None], state)
-
-    state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("model"), out_specs=P("model")))(*placed, states)
-    fell = np.asarray(state.scaler) < 2**15
-    assert fell.tolist() == [i == 4 for i in range(8)]
-    assert (np.asarray(state.total_redos) > 0).tolist() == [redo_on_nan > 0 and i == 4 for i in range(8)]
-
-
-def tensor_parallel_loss(params, x):
-    return jnp.mean((lax.psum(x @ params["w"], "model") + params["b"]) ** 2)
-
-
-@pytest.mark.parametrize("redo_on_nan", [0, 3])
-def test_devices_agree_along_two_axes_where_gradients_vary_along_one(redo_on_nan):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    params, specs = {"w": jnp.ones(8), "b": jnp.ones(())}, {"w": P("model"), "b": P()}
-
-    def step(params, x, state):
-        grad_fn = jaxamp.dynamic_scale_grad(
-            jaxamp.amp(tensor_parallel_loss), axis_name=("data", "model"), redo_on_nan=redo_on_nan
-        )
-        return grad_fn(params, x, dynamic_scaler_state=state)
-
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data", "model"), P()), out_specs=(P(), specs)))
-    for x, finite in (
-        (jnp.full((16, 8), 2.0**-6), True),
-        (jnp.full((16, 8), 2.0**-6).at[9, 3].set(4.0), redo_on_nan > 0),
-    ):
-        state, grads = run(params, x, DynamicScalerState())
-        assert bool(state.finite) == finite == bool(jaxamp.all_finite(grads))
-
-
-def test_a_scale_that_varies_where_the_loss_does_not_is_refused():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-    def step(params, x, state):
-        grad_fn = jaxamp.dynamic_scale_grad(tensor_parallel_loss, axis_name="data", redo_on_nan=3)
-        return grad_fn(params, x, dynamic_scaler_state=state)[0].scaler[None]
-
-    with pytest.raises(
-        ValueError, match=r"differs along \['model'\] .*; expected devices .* Give these axes in axis_name"
-    ):
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=({"w": P("model"), "b": P()}, P("data", "model"), P()),
-            out_specs=P("model"),
-        )({"w": jnp.ones(8), "b": jnp.ones(())}, jnp.ones((16, 8)), DynamicScalerState())
-
-
-@pytest.mark.parametrize("axis_name", ["data", None])
-def test_states_stacked_as_pmap_leaves_them_work_in_shard_map(axis_name):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    states = jax.tree.map(lambda x: jnp.stack([x] * 8), DynamicScalerState().as_arrays())
-    scale = jnp.arange(1.0, 5.0)  # the same on all devices, and closed over
-
-    def step(w, x, state):
-        w, state = jax.tree.map(lambda a: a[0], (w, state))
-        grad_fn = jaxamp.dynamic_scale_grad(
-            lambda w, x: jnp.mean((x @ (w * scale)) ** 2), redo_on_nan=3, axis_name=axis_name
-        )
-        return jax.tree.map(lambda a: a[None], grad_fn(w, x, dynamic_scaler_state=state))
-
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
-    state, grads = run(jnp.stack([W] * 8), batch_of()[0], states)
-    assert np.isfinite(grads).all()
-    assert np.asarray(state.count).tolist() == [1] * 8
-
-
-def test_under_vmap_each_example_has_a_scaler_of_its_own():
-    x, y = batch_of()
-    batches = jnp.stack([x, 300 * x]), jnp.stack([y, y])
-    grad_fn = jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=20)
-    states, grads = jax.vmap(lambda b: grad_fn(W, b, dynamic_scaler_state=DynamicScalerState()))(batches)
-    assert int(states.total_redos[0]) < int(states.total_redos[1])
-    assert relative(grads[1], oracle(W, (300 * x, y))) < 2**-9
-
-
-# -- what the program is
-
-
-def test_the_redo_loop_holds_the_step_once():
-    args = W, batch_of()
-    plain = jax.make_jaxpr(jaxamp.dynamic_scale_grad(LOSS))(*args, dynamic_scaler_state=DynamicScalerState())
-    redone = jax.make_jaxpr(jaxamp.dynamic_scale_grad(LOSS, redo_on_nan=5))(
-        *args, dynamic_scaler_state=DynamicScalerState()
-    )
-    assert len(matmul_dtypes(redone)) == len(matmul_dtypes(plain)) > 0
-    assert [eqn.primitive.name for eqn in equations(redone)].count("while") == 1
-
-
-def test_the_redo_loop_needs_the_memory_of_one_evaluation():
-    def loss(ws, x):  # each layer's output is saved for the backward pass, and can be freed on the way
-        for w in ws:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x)
-
-    ws, x = [jnp.ones((32, 32))] * 12, jnp.ones((256, 32))
-
-    def temporary(redo_on_nan):
-        step = jax.jit(jaxamp.dynamic_scale_grad(jaxamp.amp(loss), redo_on_nan=redo_on_nan))
-        compiled = step.lower(ws, x, dynamic_scaler_state=DynamicScalerState()).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary(redo_on_nan=3) < 1.1 * temporary(redo_on_nan=0)
-
-
-def test_the_function_is_traced_once_for_a_redo():
-    traces = []
-
-    def loss(w, batch):
-        traces.append(w)
-        return error(w, batch)
-
-    jax.jit(jaxamp.dynamic_scale_grad(loss, redo_on_nan=5)).lower(
-        W, batch_of(), dynamic_scaler_state=DynamicScalerState()
-    )
-    assert len(traces) == 1
 
 
 def test_a_training_step_is_compiled_once():
