@@ -52,11 +52,3 @@ def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["results", str(tmp_path), "--out", str(rendered)])
     results.main()
     assert f"python -m benchmarks.{name}" in rendered.read_text(encoding="utf-8")
-
-
-def test_the_repository_has_no_private_jax_names_outside_compat():
-    found = [path for folder in ("jaxamp", "benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
-    assert len(found) > 100
-    for path in found:
-        if path.name != "_compat.py":
-            assert ".".join(("jax", "_src")) not in path.read_text(encoding="utf-8"), path
