@@ -18,7 +18,8 @@ import jaxamp
 
 ROOT = Path(__file__).parents[1]  # of the repository
 
-LOWS = (jnp.bfloat16, jnp.float16)
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+LOWS = (BF16, F16)
 both = pytest.mark.parametrize("low", LOWS, ids=["bfloat16", "float16"])
 AMP = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
 

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, raises, starts_no_backend
+from helpers import BF16, F16, F32, assert_same_bits, raises, starts_no_backend
 from optimizers import distance, gradients, tree, wide
 from peers import assert_accepts
 
 from jaxamp import flashoptim
 from jaxamp.flashoptim import compression, quantization
 
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 CONSTRUCTORS = "flash_adam flash_adamw flash_sgd flash_sgdw flash_lion".split()
 STEPS = 50
 

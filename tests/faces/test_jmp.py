@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import raises, starts_no_backend
+from helpers import BF16, F16, F32, raises, starts_no_backend
 from peers import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import jmp
 
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 METHODS = "cast_to_param cast_to_compute cast_to_output".split()
 
 

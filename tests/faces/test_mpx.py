@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import raises, starts_no_backend
+from helpers import BF16, F16, F32, raises, starts_no_backend
 from peers import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import mpx
-
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 @pytest.fixture

@@ -7,13 +7,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import assert_same_bits, raises
+from helpers import BF16, F16, F32, assert_same_bits, raises
 from optimizers import ADAMW, PAIRS, distance, gradients, tree
 
 from jaxamp import optim
 from jaxamp.optim import Storage
-
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 def trained(optimizer, params, steps=3):

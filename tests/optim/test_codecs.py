@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import BF16, F16
 from hypothesis import given, settings
 
 from jaxamp.optim import Momentum, Variance, Weight
@@ -15,7 +16,6 @@ from jaxamp.optim._scales import FORMATS, HALF, WIDE
 from jaxamp.optim._weights import join, split, widen
 
 quickly = settings(max_examples=40, deadline=None)
-BF16, F16 = jnp.bfloat16, jnp.float16
 
 
 def arrays(low, high, signed):

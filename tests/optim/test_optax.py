@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, raises
+from helpers import BF16, F16, F32, assert_same_bits, raises
 from optimizers import ADAMW, distance, gradients, slowly, tree, wide
 
 import jaxamp
 from jaxamp import optim
 
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 pytestmark = pytest.mark.promotes  # `optax.apply_updates` adds float32 to bfloat16
 
 

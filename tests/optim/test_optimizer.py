@@ -6,14 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, raises
+from helpers import BF16, F16, F32, assert_same_bits, raises
 from optimizers import ADAMW, PAIRS, distance, gradients, slowly, tree, wide
 
 import jaxamp
 from jaxamp import optim
 from jaxamp.optim import Storage
 
-BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 PLAIN = Storage(quantize=False, master_weight_bits=None)
 weights_of = jax.jit(optim.float32_weights)
 
