@@ -18,6 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
+pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "peers")
 
 
 class _Together(LoadScopeScheduling):
@@ -30,7 +31,7 @@ class _Together(LoadScopeScheduling):
         return next((name for name in _SHARING if name in nodeid), nodeid)
 
 
-_SHARING = ("test_distributed.py", "test_report_in_a_browser.py")
+_SHARING = ("test_distributed.py", "test_html_in_a_browser.py")
 
 
 # The groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.

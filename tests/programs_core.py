@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import Program
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program import Program
 
 PROGRAMS: list[Program] = []
 
@@ -21,7 +21,7 @@ NO_DERIVATIVE = "a callback has no derivative"
 Args = Callable[[], tuple[Any, ...]]
 
 
-def normal(*shapes: tuple[int, ...], seed: int = 0) -> Args:
+def drawn(*shapes: tuple[int, ...], seed: int = 0) -> Args:
     """Arguments: activations of unit variance first, then weights of variance one over their fan-in."""
 
     def args() -> tuple[Any, ...]:
@@ -44,8 +44,8 @@ def ints(*values: Any, dtype: Any = jnp.int32) -> Callable[[], Any]:
     return lambda: jnp.asarray(values, dtype)
 
 
-MLP = normal((4, 8), (8, 8), (8, 3))
-SQUARE = normal((4, 8), (8, 8))
+MLP = drawn((4, 8), (8, 8), (8, 3))
+SQUARE = drawn((4, 8), (8, 8))
 
 
 def program(
@@ -68,37 +68,37 @@ def matmul(x, w):
     return x @ w
 
 
-@program(normal((8,), (8, 5)), low=1)
+@program(drawn((8,), (8, 5)), low=1)
 def matmul_of_a_vector(x, w):
     return x @ w
 
 
-@program(normal((8,), (8,)), low=1)
+@program(drawn((8,), (8,)), low=1)
 def inner_product(x, y):
     return x @ y
 
 
-@program(normal((2, 3, 4), (2, 4, 5)), low=1)
+@program(drawn((2, 3, 4), (2, 4, 5)), low=1)
 def batched_matmul(x, w):
     return jnp.matmul(x, w)
 
 
-@program(normal((3, 4), (4, 5), (5, 6)), low=2)
+@program(drawn((3, 4), (4, 5), (5, 6)), low=2)
 def einsum_of_three(x, a, b):
     return jnp.einsum("bi,ij,jk->bk", x, a, b)
 
 
-@program(normal((2, 3, 2, 4), (2, 5, 2, 4)), low=1)
+@program(drawn((2, 3, 2, 4), (2, 5, 2, 4)), low=1)
 def einsum_of_heads(q, k):
     return jnp.einsum("bqhd,bkhd->bhqk", q, k)
 
 
-@program(normal((3, 4, 5), (4, 5, 6)), low=1)
+@program(drawn((3, 4, 5), (4, 5, 6)), low=1)
 def tensordot(x, w):
     return jnp.tensordot(x, w, axes=2)
 
 
-@program(normal((4,), (5,), (5, 3)), low=1, kept=1)
+@program(drawn((4,), (5,), (5, 3)), low=1, kept=1)
 def outer_product(x, y, w):
     return jnp.einsum("i,j->ij", x, y) @ w
 
@@ -127,7 +127,7 @@ def residual_block(x, a, b):
 
 
 @program(
-    also(normal((6, 4), (3, 4, 5)), ints(2, 3, 1)),
+    also(drawn((6, 4), (3, 4, 5)), ints(2, 3, 1)),
     low=1,
     without={"vmap": "JAX has no vmap of ragged_dot but over the first dimension"},
 )
@@ -137,7 +137,7 @@ def ragged_dot(x, w, sizes):
 
 @program(
     also(
-        normal((4, 8), (8, 3)),
+        drawn((4, 8), (8, 3)),
         lambda: jnp.asarray(np.arange(8).reshape(2, 4) - 3, jnp.int8),
         ints(1, -2, 3, 4, dtype=jnp.int8),
     ),
@@ -148,18 +148,18 @@ def integer_matmul(x, w, a, b):
     return x @ w, lax.dot(a, b, preferred_element_type=jnp.int32)
 
 
-@program(normal((4, 8), (8, 8), (8, 3)), low=1, kept=1)
+@program(drawn((4, 8), (8, 8), (8, 3)), low=1, kept=1)
 def complex_matmul(x, w, v):
     z = lax.complex(x, jnp.cos(x)) @ lax.complex(w, jnp.sin(w))
     return jnp.real(z) @ v, jnp.imag(z)
 
 
-@program(normal((0, 4), (4, 3), (3, 2)), low=2)
+@program(drawn((0, 4), (4, 3), (3, 2)), low=2)
 def empty_batch(x, a, b):
     return jnp.tanh(x @ a) @ b, jnp.sum(x)
 
 
-@program(normal((3, 0), (0, 4), (4, 2)), low=2)
+@program(drawn((3, 0), (0, 4), (4, 2)), low=2)
 def empty_contraction(x, a, b):
     return (x @ a + 1) @ b
 
@@ -175,7 +175,7 @@ def casts_to_bfloat16_by_the_user(x, a, b):
 # -- convolutions
 
 
-@program(normal((2, 9, 3), (3, 3, 4), (3, 4, 2)), low=2)
+@program(drawn((2, 9, 3), (3, 3, 4), (3, 4, 2)), low=2)
 def conv_1d(x, a, b):
     numbers = ("NWC", "WIO", "NWC")
     h = jax.nn.relu(lax.conv_general_dilated(x, a, (1,), "SAME", dimension_numbers=numbers))
@@ -186,7 +186,7 @@ def conv_2d_layer(x, w, strides=(1, 1), **options):
     return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
-IMAGE = normal((2, 6, 6, 3), (3, 3, 3, 4), (3, 3, 4, 2))
+IMAGE = drawn((2, 6, 6, 3), (3, 3, 3, 4), (3, 3, 4, 2))
 
 
 @program(IMAGE, low=2)
@@ -199,12 +199,12 @@ def conv_2d_strided(x, a, b):
     return conv_2d_layer(jnp.tanh(conv_2d_layer(x, a, (2, 2))), b, rhs_dilation=(2, 2))
 
 
-@program(normal((2, 6, 6, 4), (3, 3, 2, 4), (3, 3, 1, 4)), low=2)
+@program(drawn((2, 6, 6, 4), (3, 3, 2, 4), (3, 3, 1, 4)), low=2)
 def conv_2d_grouped_and_depthwise(x, a, b):
     return conv_2d_layer(conv_2d_layer(x, a, feature_group_count=2), b, feature_group_count=4)
 
 
-@program(normal((2, 4, 4, 3), (3, 3, 3, 4)), low=1)
+@program(drawn((2, 4, 4, 3), (3, 3, 3, 4)), low=1)
 def conv_2d_transposed(x, w):
     return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -290,7 +290,7 @@ def cross_entropy_of_one_hot_labels(x, a, b, labels):
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(wanted * logits, axis=-1))
 
 
-@program(also(normal((5, 4)), ints(0, 2, 1, 4)), low=1)
+@program(also(drawn((5, 4)), ints(0, 2, 1, 4)), low=1)
 def embedding_by_one_hot(table, tokens):
     return jax.nn.one_hot(tokens, 5, dtype=table.dtype) @ table
 
@@ -300,7 +300,7 @@ def mean_squared_error(x, a, b):
     return jnp.mean((jax.nn.gelu(x @ a) @ b - 1) ** 2)
 
 
-ATTENTION = normal((2, 5, 8), (8, 8), (8, 8), (8, 8), (8, 8))
+ATTENTION = drawn((2, 5, 8), (8, 8), (8, 8), (8, 8), (8, 8))
 
 
 @program(ATTENTION, low=6)
@@ -319,12 +319,12 @@ def attention_with_an_additive_mask(x, wq, wk, wv, wo):
     return jnp.einsum("bqk,bkd->bqd", weights, v) @ wo
 
 
-@program(normal((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4)), low=2)
+@program(drawn((2, 5, 2, 4), (2, 5, 2, 4), (2, 5, 2, 4)), low=2)
 def dot_product_attention(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-@program(normal((300, 4), (4, 4), (4, 4)), low=3, kept=1)
+@program(drawn((300, 4), (4, 4), (4, 4)), low=3, kept=1)
 def rotary_embedding(x, wq, wk):
     frequencies = 1.0 / 100 ** (jnp.arange(2, dtype=x.dtype) / 2)
     angles = jnp.einsum("i,j->ij", jnp.arange(300, dtype=x.dtype), frequencies)
@@ -337,19 +337,19 @@ def rotary_embedding(x, wq, wk):
     return rotate(x @ wq)[:9] @ rotate(x @ wk).T
 
 
-@program(also(normal((1, 8), (8, 3)), ints(1, 259, 513, 999)), low=1, kept=1)
+@program(also(drawn((1, 8), (8, 3)), ints(1, 259, 513, 999)), low=1, kept=1)
 def time_steps_through_a_matmul(w, v, steps):
     return jnp.sin(steps.astype(w.dtype)[:, None] @ w) @ v
 
 
-@program(normal((4, 8), (8, 8), (8, 8), (8, 3)), low=3)
+@program(drawn((4, 8), (8, 8), (8, 8), (8, 3)), low=3)
 def gated_feed_forward(x, a, g, b):
     return (jax.nn.silu(x @ g) * (x @ a)) @ b
 
 
 # -- loops and branches
 
-SEQUENCE = normal((5, 2, 4), (4, 8), (8, 8), (8, 3))
+SEQUENCE = drawn((5, 2, 4), (4, 8), (8, 8), (8, 3))
 
 
 @program(SEQUENCE, low=3)
@@ -370,7 +370,7 @@ def rnn_by_reversed_unrolled_scan(xs, a, w, b):
     return lax.scan(step, jnp.zeros((2, 8), xs.dtype), xs, reverse=True, unroll=2)
 
 
-@program(normal((4, 8), (3, 8, 8), (3, 8, 8)), low=2)
+@program(drawn((4, 8), (3, 8, 8), (3, 8, 8)), low=2)
 def scan_over_layers(x, a, b):
     def layer(h, weights):
         return h + jax.nn.gelu(h @ weights[0]) @ weights[1], None
@@ -378,7 +378,7 @@ def scan_over_layers(x, a, b):
     return lax.scan(layer, x, (a, b))[0]
 
 
-@program(normal((6, 2, 4), (4, 3)), low=1)
+@program(drawn((6, 2, 4), (4, 3)), low=1)
 def scan_that_sums_and_counts(xs, w):
     def step(carry, x):
         total, count, key = carry
@@ -405,12 +405,12 @@ def while_loop(x, w):
     return lax.while_loop(unfinished, lambda state: (state[0] + 1, state[1] @ w), (0, x))
 
 
-@program(normal((4, 8), (8, 8), (8, 8)), low=3)
+@program(drawn((4, 8), (8, 8), (8, 8)), low=3)
 def cond(x, a, b):
     return lax.cond(jnp.sum(x) > 0, lambda h: jnp.tanh(h @ a), lambda h: h @ b, x @ a)
 
 
-@program(also(normal((4, 8), (8, 8)), lambda: jnp.int32(1)), low=3)
+@program(also(drawn((4, 8), (8, 8)), lambda: jnp.int32(1)), low=3)
 def switch(x, w, i):
     return lax.switch(i, [lambda h: h, lambda h: jax.nn.relu(h @ w), lambda h: 2 * h], x @ w) @ w
 
@@ -461,7 +461,7 @@ def checkpoint_that_saves_names(x, a, b):
     return jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names("narrow"))(x, a, b)
 
 
-@program(normal((4, 8), (3, 8, 8), (3, 8, 8)), low=2)
+@program(drawn((4, 8), (3, 8, 8), (3, 8, 8)), low=2)
 def checkpoint_in_scan(x, a, b):
     layer = jax.checkpoint(lambda h, w: (h + block(h, *w), None), prevent_cse=False)
     return lax.scan(layer, x, (a, b))[0]
@@ -578,7 +578,7 @@ def custom_vjp_in_checkpoint(x, a, b):
     return jax.checkpoint(lambda x, a: jnp.tanh(linear(x, a)))(x, a) @ b
 
 
-@program(normal((4, 8), (3, 8, 8)), low=1, without=NO_FORWARD)
+@program(drawn((4, 8), (3, 8, 8)), low=1, without=NO_FORWARD)
 def custom_vjp_in_scan(x, ws):
     return lax.scan(lambda h, w: (jnp.tanh(linear(h, w)), jnp.sum(h)), x, ws)
 
@@ -595,7 +595,7 @@ def _definite(x, w):
     return h @ h.T / 8 + 2 * jnp.eye(x.shape[0], dtype=x.dtype)
 
 
-@program(normal((4, 8), (8, 8), (4,)), low=2, kept=2)
+@program(drawn((4, 8), (8, 8), (4,)), low=2, kept=2)
 def custom_linear_solve(x, w, b):
     a = _definite(x, w)
     factor = jnp.linalg.cholesky(a)
@@ -660,7 +660,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:8]), ("d",))
 
 
-SHARDED = normal((8, 8), (8, 8), (8, 3))
+SHARDED = drawn((8, 8), (8, 8), (8, 3))
 
 
 @program(SHARDED, low=1)
@@ -697,7 +697,7 @@ def shard_map_of_a_loss(x, a, b):
     return jax.shard_map(local, mesh=mesh(), in_specs=(P("d"), P(), P()), out_specs=P())(x, a, b)
 
 
-@program(normal((8, 2, 4), (4, 4)), low=1)
+@program(drawn((8, 2, 4), (4, 4)), low=1)
 def shard_map_with_psum_scatter(x, w):
     def local(x, w):
         return lax.psum_scatter(jnp.broadcast_to(x @ w, (8, 2, 4)), "d", tiled=False)
@@ -745,12 +745,12 @@ def gaussian_noise(x, a, b, key):
 # -- indexing, sorting, summing
 
 
-@program(also(normal((5, 8), (8, 3)), ints(4, 0, 0, 2)), low=1)
+@program(also(drawn((5, 8), (8, 3)), ints(4, 0, 0, 2)), low=1)
 def gather(table, w, tokens):
     return table[tokens] @ w
 
 
-@program(also(normal((4, 8), (8, 8), (8, 3)), ints(3, 1)), low=2)
+@program(also(drawn((4, 8), (8, 8), (8, 3)), ints(3, 1)), low=2)
 def gather_of_a_low_value(x, a, b, rows):
     return (x @ a)[rows] @ b
 
@@ -775,7 +775,7 @@ def sort(x, a, b):
     return jnp.sort(x @ a, axis=-1) @ b
 
 
-@program(normal((4, 8), (8, 8), (3, 3)), low=2)
+@program(drawn((4, 8), (8, 8), (3, 3)), low=2)
 def top_k(x, a, b):
     values, indices = lax.top_k(x @ a, 3)
     return values @ b, indices
@@ -803,7 +803,7 @@ def dynamic_slice(x, a, b, start):
     return lax.dynamic_slice_in_dim(x @ a, start, 2) @ b
 
 
-@program(also(normal((1, 8), (8, 8), (6, 8)), lambda: jnp.int32(2)), low=3)
+@program(also(drawn((1, 8), (8, 8), (6, 8)), lambda: jnp.int32(2)), low=3)
 def key_value_cache(x, w, cache, position):
     cache = lax.dynamic_update_slice(cache, x @ w, (position, jnp.zeros_like(position)))
     return jax.nn.softmax(x @ cache.T) @ cache, cache
@@ -833,28 +833,28 @@ def clipping_and_choosing(x, a, b):
 FLOAT32_RULES = {"backward_matmuls": "JAX differentiates a decomposition in float32, where it ran"}
 
 
-@program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
+@program(drawn((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
 def cholesky(x, w):
     return jnp.linalg.cholesky(_definite(x, w))
 
 
-@program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
+@program(drawn((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
 def determinant(x, w):
     a = _definite(x, w)
     return jnp.linalg.det(a), jnp.linalg.slogdet(a)[1]
 
 
-@program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
+@program(drawn((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
 def singular_values(x, w):
     return jnp.linalg.svd(_definite(x, w), compute_uv=False)
 
 
-@program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
+@program(drawn((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
 def eigenvalues(x, w):
     return jnp.linalg.eigvalsh(_definite(x, w))
 
 
-@program(normal((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
+@program(drawn((4, 8), (8, 8)), low=2, without=FLOAT32_RULES)
 def qr(x, w):
     return jnp.linalg.qr(_definite(x, w))
 
@@ -941,7 +941,7 @@ def reference(x, a, b):
     return jax.freeze(ref) @ b
 
 
-@program(normal((5, 2, 4), (4, 3)), low=1)
+@program(drawn((5, 2, 4), (4, 3)), low=1)
 def reference_in_scan(xs, w):
     total = jax.new_ref(jnp.zeros((2, 3), xs.dtype))
 

@@ -11,18 +11,14 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 from flax import nnx
+from helpers import Program, normal
 from jax.experimental import pallas as pl
 from jax.experimental import sparse
-from program import Program
 
 _DRAWS = {"oracle": "jax.random draws other numbers in float64"}
 _COUNTER = {"oracle": "a counter in the state is an int64 under x64 and Equinox refuses to replace an int32"}
 _BATCHED = {"vmap": "a BCOO carries its shape as static data: its leaves can't be stacked"}
 _NO_FORWARD_MODE = {"jvp": "custom_vjp has no forward mode", "hessian": "custom_vjp has no forward mode"}
-
-
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jr.normal(jr.key(seed), shape, jnp.float32)
 
 
 # -- Equinox
@@ -35,23 +31,23 @@ def eqx_layers(layers: list[Any], x: jax.Array) -> jax.Array:
 
 
 def eqx_linear_args() -> tuple[Any, ...]:
-    return [eqx.nn.Linear(4, 3, key=jr.key(0))], _normal(1, 5, 4)
+    return [eqx.nn.Linear(4, 3, key=jr.key(0))], normal(1, 5, 4)
 
 
 def eqx_mlp_args() -> tuple[Any, ...]:
-    return [eqx.nn.MLP(4, 2, 8, 2, jax.nn.gelu, key=jr.key(0))], _normal(1, 5, 4)
+    return [eqx.nn.MLP(4, 2, 8, 2, jax.nn.gelu, key=jr.key(0))], normal(1, 5, 4)
 
 
 def eqx_norms_args() -> tuple[Any, ...]:
     k = jr.split(jr.key(0), 2)
     layers = [eqx.nn.Linear(4, 8, key=k[0]), eqx.nn.LayerNorm(8), eqx.nn.Lambda(jax.nn.relu), eqx.nn.RMSNorm(8)]
-    return [*layers, eqx.nn.Linear(8, 3, key=k[1])], _normal(1, 5, 4)
+    return [*layers, eqx.nn.Linear(8, 3, key=k[1])], normal(1, 5, 4)
 
 
 def eqx_conv_args() -> tuple[Any, ...]:
     k = jr.split(jr.key(0), 2)
     layers = [eqx.nn.Conv2d(1, 4, 3, key=k[0]), eqx.nn.GroupNorm(2, 4), eqx.nn.Lambda(jax.nn.silu)]
-    return [*layers, eqx.nn.AvgPool2d(2, 2), eqx.nn.Conv2d(4, 2, 2, key=k[1])], _normal(1, 2, 1, 8, 8)
+    return [*layers, eqx.nn.AvgPool2d(2, 2), eqx.nn.Conv2d(4, 2, 2, key=k[1])], normal(1, 2, 1, 8, 8)
 
 
 class EqxBatchNorm(eqx.Module):
@@ -74,7 +70,7 @@ def eqx_batchnorm(model: EqxBatchNorm, state: eqx.nn.State, x: jax.Array) -> tup
 
 
 def eqx_batchnorm_args() -> tuple[Any, ...]:
-    return *eqx.nn.make_with_state(EqxBatchNorm)(jr.key(0)), 3 + _normal(1, 8, 4)
+    return *eqx.nn.make_with_state(EqxBatchNorm)(jr.key(0)), 3 + normal(1, 8, 4)
 
 
 def eqx_attention(attention: eqx.nn.MultiheadAttention, x: jax.Array) -> jax.Array:
@@ -83,7 +79,7 @@ def eqx_attention(attention: eqx.nn.MultiheadAttention, x: jax.Array) -> jax.Arr
 
 
 def eqx_attention_args() -> tuple[Any, ...]:
-    return eqx.nn.MultiheadAttention(2, 8, key=jr.key(0)), _normal(1, 2, 5, 8)
+    return eqx.nn.MultiheadAttention(2, 8, key=jr.key(0)), normal(1, 2, 5, 8)
 
 
 def eqx_gru(cell: eqx.nn.GRUCell, head: eqx.nn.Linear, xs: jax.Array) -> jax.Array:
@@ -94,7 +90,7 @@ def eqx_gru(cell: eqx.nn.GRUCell, head: eqx.nn.Linear, xs: jax.Array) -> jax.Arr
 
 
 def eqx_gru_args() -> tuple[Any, ...]:
-    return eqx.nn.GRUCell(3, 5, key=jr.key(0)), eqx.nn.Linear(5, 2, key=jr.key(1)), _normal(2, 6, 3)
+    return eqx.nn.GRUCell(3, 5, key=jr.key(0)), eqx.nn.Linear(5, 2, key=jr.key(1)), normal(2, 6, 3)
 
 
 def eqx_dropout(model: list[Any], x: jax.Array, key: jax.Array) -> jax.Array:
@@ -106,7 +102,7 @@ def eqx_dropout(model: list[Any], x: jax.Array, key: jax.Array) -> jax.Array:
 
 def eqx_dropout_args() -> tuple[Any, ...]:
     k = jr.split(jr.key(0), 3)
-    return [eqx.nn.Linear(4, 8, key=k[0]), eqx.nn.Dropout(0.25), eqx.nn.Linear(8, 3, key=k[1])], _normal(1, 5, 4), k[2]
+    return [eqx.nn.Linear(4, 8, key=k[0]), eqx.nn.Dropout(0.25), eqx.nn.Linear(8, 3, key=k[1])], normal(1, 5, 4), k[2]
 
 
 def eqx_embedding(embedding: eqx.nn.Embedding, head: eqx.nn.Linear, tokens: jax.Array) -> jax.Array:
@@ -123,7 +119,7 @@ def eqx_checkpoint(mlp: eqx.nn.MLP, x: jax.Array) -> jax.Array:
 
 
 def eqx_checkpoint_args() -> tuple[Any, ...]:
-    return eqx.nn.MLP(4, 2, 8, 1, jnp.tanh, key=jr.key(0)), _normal(1, 5, 4)
+    return eqx.nn.MLP(4, 2, 8, 1, jnp.tanh, key=jr.key(0)), normal(1, 5, 4)
 
 
 @eqx.filter_custom_vjp
@@ -152,7 +148,7 @@ def eqx_custom_vjp(linear: eqx.nn.Linear, head: eqx.nn.Linear, x: jax.Array) -> 
 
 
 def eqx_custom_vjp_args() -> tuple[Any, ...]:
-    return eqx.nn.Linear(4, 6, key=jr.key(0)), eqx.nn.Linear(6, 2, key=jr.key(1)), _normal(2, 3, 4)
+    return eqx.nn.Linear(4, 6, key=jr.key(0)), eqx.nn.Linear(6, 2, key=jr.key(1)), normal(2, 3, 4)
 
 
 def eqx_while(linear: eqx.nn.Linear, x: jax.Array) -> jax.Array:
@@ -165,7 +161,7 @@ def eqx_while(linear: eqx.nn.Linear, x: jax.Array) -> jax.Array:
 
 
 def eqx_while_args() -> tuple[Any, ...]:
-    return eqx.nn.Linear(4, 4, key=jr.key(0)), _normal(1, 4)
+    return eqx.nn.Linear(4, 4, key=jr.key(0)), normal(1, 4)
 
 
 # -- Flax Linen
@@ -230,7 +226,7 @@ def _linen(module: nn.Module) -> Any:
 
 def _linen_args(module: nn.Module, *shape: int) -> Any:
     def args() -> tuple[Any, ...]:
-        x = _normal(1, *shape)
+        x = normal(1, *shape)
         return module.init({"params": jr.key(0), "dropout": jr.key(2)}, x), x
 
     return args
@@ -265,7 +261,7 @@ def nnx_merged(graphdef: Any, state: Any, x: jax.Array) -> jax.Array:
 
 
 def nnx_merged_args() -> tuple[Any, ...]:
-    return *nnx.split(NnxBlock(nnx.Rngs(0))), _normal(1, 5, 4)
+    return *nnx.split(NnxBlock(nnx.Rngs(0))), normal(1, 5, 4)
 
 
 def nnx_module(model: NnxBlock, x: jax.Array) -> jax.Array:
@@ -273,7 +269,7 @@ def nnx_module(model: NnxBlock, x: jax.Array) -> jax.Array:
 
 
 def nnx_module_args() -> tuple[Any, ...]:
-    return NnxBlock(nnx.Rngs(0)), _normal(1, 5, 4)
+    return NnxBlock(nnx.Rngs(0)), normal(1, 5, 4)
 
 
 # -- Haiku
@@ -304,7 +300,7 @@ def haiku_norms(params: Any, x: jax.Array) -> jax.Array:
 
 
 def haiku_norms_args() -> tuple[Any, ...]:
-    x = _normal(1, 5, 4)
+    x = normal(1, 5, 4)
     return HAIKU_NORMS.init(jr.key(0), x), x
 
 
@@ -313,7 +309,7 @@ def haiku_batchnorm(params: Any, state: Any, x: jax.Array) -> tuple[jax.Array, A
 
 
 def haiku_batchnorm_args() -> tuple[Any, ...]:
-    x = _normal(1, 2, 6, 6, 1)
+    x = normal(1, 2, 6, 6, 1)
     return *HAIKU_BATCHNORM.init(jr.key(0), x), x
 
 
@@ -322,7 +318,7 @@ def haiku_lstm(params: Any, x: jax.Array, state: hk.LSTMState) -> jax.Array:
 
 
 def haiku_lstm_args() -> tuple[Any, ...]:
-    x, state = _normal(1, 6, 2, 3), hk.LSTMState(jnp.zeros((2, 5)), jnp.zeros((2, 5)))
+    x, state = normal(1, 6, 2, 3), hk.LSTMState(jnp.zeros((2, 5)), jnp.zeros((2, 5)))
     return HAIKU_LSTM.init(jr.key(0), x, state), x, state
 
 
@@ -334,7 +330,7 @@ def optax_softmax(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def optax_softmax_args() -> tuple[Any, ...]:
-    return _normal(0, 4, 7), _normal(1, 5, 4), jnp.array([0, 3, 6, 1, 1])
+    return normal(0, 4, 7), normal(1, 5, 4), jnp.array([0, 3, 6, 1, 1])
 
 
 def optax_huber(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -342,7 +338,7 @@ def optax_huber(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def optax_huber_args() -> tuple[Any, ...]:
-    return _normal(0, 4, 1), _normal(1, 5, 4), _normal(2, 5)
+    return normal(0, 4, 1), normal(1, 5, 4), normal(2, 5)
 
 
 def optax_ctc(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
@@ -353,7 +349,7 @@ def optax_ctc(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def optax_ctc_args() -> tuple[Any, ...]:
-    return _normal(0, 3, 5), _normal(1, 2, 6, 3), jnp.array([[1, 2, 2], [4, 1, 3]])
+    return normal(0, 3, 5), normal(1, 2, 6, 3), jnp.array([[1, 2, 2], [4, 1, 3]])
 
 
 ADAMW = optax.adamw(1e-3, weight_decay=1e-2)
@@ -370,8 +366,8 @@ def optax_adamw(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
 
 
 def optax_adamw_args() -> tuple[Any, ...]:
-    params = [_normal(0, 4, 8), _normal(1, 8, 2)]
-    return params, ADAMW.init(params), _normal(2, 6, 4), _normal(3, 6, 2)
+    params = [normal(0, 4, 8), normal(1, 8, 2)]
+    return params, ADAMW.init(params), normal(2, 6, 4), normal(3, 6, 2)
 
 
 # -- JAX's own libraries
@@ -383,7 +379,7 @@ def bcoo_matmul(a: sparse.BCOO, w: jax.Array, x: jax.Array) -> jax.Array:
 
 def bcoo_matmul_args() -> tuple[Any, ...]:
     a = sparse.BCOO.fromdense(jnp.eye(5) + jnp.eye(5, k=2), nse=8)
-    return a, _normal(0, 4, 4), _normal(1, 5, 4)
+    return a, normal(0, 4, 4), normal(1, 5, 4)
 
 
 def _double_kernel(x_ref: Any, o_ref: Any) -> None:
@@ -406,7 +402,7 @@ def pallas_between_matmuls(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def pallas_between_matmuls_args() -> tuple[Any, ...]:
-    return _normal(0, 4, 4) / 2, _normal(1, 8, 4)
+    return normal(0, 4, 4) / 2, normal(1, 8, 4)
 
 
 # -- a whole model
@@ -448,12 +444,12 @@ def transformer_args() -> tuple[Any, ...]:
     layers = {
         "norm1": jnp.ones((n, d)),
         "norm2": jnp.ones((n, d)),
-        **{name: _normal(i, n, d, h, f) / d**0.5 for i, name in enumerate("qkv")},
-        "o": _normal(3, n, h, f, d) / d**0.5,
-        "up": _normal(4, n, d, 2 * d) / d**0.5,
-        "down": _normal(5, n, 2 * d, d) / d**0.5,
+        **{name: normal(i, n, d, h, f) / d**0.5 for i, name in enumerate("qkv")},
+        "o": normal(3, n, h, f, d) / d**0.5,
+        "up": normal(4, n, d, 2 * d) / d**0.5,
+        "down": normal(5, n, 2 * d, d) / d**0.5,
     }
-    return {"embedding": _normal(6, 11, d) / 2, "layers": layers}, jnp.array([3, 1, 4, 1, 5, 9, 2, 6])
+    return {"embedding": normal(6, 11, d) / 2, "layers": layers}, jnp.array([3, 1, 4, 1, 5, 9, 2, 6])
 
 
 # The first step of Adam is the sign of the gradient.

@@ -1,0 +1,240 @@
+"""Programs compiled for an H200 on a machine that has none: the text of the program, and the bytes that it needs.
+
+It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a process of its own:
+
+    XLA_FLAGS=--xla_dump_to=FOLDER python gpu_compiler.py FOLDER < questions.json > answers.json
+
+A question is the name of an answer below, and its arguments.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def why_not():
+    """Why nothing can be compiled for a GPU here, or None."""
+    import jax
+
+    if not find_spec("jax_cuda12_plugin"):
+        return "needs JAX's CUDA plugin, to compile for a GPU"
+    return None if jax.__version__.startswith("0.10.") else "compiling without a GPU was written for jax 0.10"
+
+
+def ask(questions):
+    """The answers of a process of its own, for it must know of no other backend."""
+    from helpers import with_the_package
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = with_the_package(
+            JAX_PLATFORMS="cpu",
+            JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+            XLA_FLAGS=f"--xla_gpu_autotune_level=0 --xla_dump_to={folder}",
+        )
+        command, question = [sys.executable, __file__, folder], json.dumps(questions)
+        out = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 0, out.stderr[-2000:]
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def reads_of_last(entry):
+    """How many kernels of a program take its last argument as it came."""
+    arguments = {int(number): name for name, number in re.findall(r"%(\S+) = .* parameter\((\d+)\)", entry)}
+    last = re.escape(arguments[max(arguments)])
+    return len(re.findall(rf" fusion\((?:[^)]*, )?%{last}[,)]", entry))
+
+
+def bytes_from(kernel):
+    """Of which type, by the operations that made them, the registers are whose last byte a kernel stores."""
+    made = {register: kind for kind, register in re.findall(r"\.(\w+)\s+(%\w+),", kernel)}
+    return {made[register] for register in re.findall(r"st\.global\.b8\s+\[\S+\], (%\w+);", kernel)}
+
+
+def main():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import jaxamp
+    from jaxamp import optim
+
+    def mesh_of(number):  # without a device
+        topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{number}")
+        return Mesh(np.array(topology.devices), ("d",))
+
+    one = NamedSharding(mesh_of(1), PartitionSpec())
+
+    def compiled(fn, *args, donate=(0, 1)):
+        placed = lambda a: a if a.sharding else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
+        specs = jax.tree.map(placed, args)
+        return jax.jit(fn, donate_argnums=donate).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+
+    def kernels():
+        """Those of the latest program, in PTX."""
+        files = list(Path(sys.argv[1]).glob("module_*.ptx"))
+        latest = max(file.name.split(".")[0] for file in files)
+        return [file.read_text() for file in files if file.name.startswith(latest)]
+
+    def step(name, shape, dtype, grad_dtype, options):
+        optimizer = getattr(optim, name)(1e-3, storage=optim.Storage(**options.get("storage", {})))
+        params = jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        grads = jax.ShapeDtypeStruct(params.shape, jnp.dtype(grad_dtype))
+        checked = lambda p, s, g: optimizer.step_if_finite(p, s, g, scale=2.0**-7)
+        taken = checked if options.get("scaled") else optimizer.step
+        program = compiled(taken, params, jax.eval_shape(optimizer.init, params), grads)
+        text = program.as_text()
+        entry = text[text.index("ENTRY") :]
+        return {
+            "temporary": program.memory_analysis().temp_size_in_bytes / params.size,
+            "kernels": len(re.findall(r"= .* (?:fusion|copy|custom-call)\(", entry)),
+            "reads": reads_of_last(entry),
+            "reads_bits": bool(re.search(r"u16\[[\d,]*\]\S* bitcast(?:-convert)?\(%convert", text)),
+            "bytes_from": sorted(kind for kernel in kernels() for kind in bytes_from(kernel)),
+            "subtracts_itself": bool(re.search(r"subtract\((%[\w.]+), \1\)", text)),
+        }
+
+    def two_steps():
+        """Two steps without moments as one program: how many kernels write parameters."""
+        optimizer = optim.flash_sgd(1e-3)
+        params = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
+        both = lambda p, s, g: optimizer.step(*optimizer.step(p, s, g), g)
+        text = compiled(both, params, jax.eval_shape(optimizer.init, params), params).as_text()
+        return {"kernels": len(re.findall(r"= \(?.*bf16\[1024,4096\].* fusion\(", text[text.index("ENTRY") :]))}
+
+    def law():
+        """Weights, as parameters and corrections and in float32 again, as one program: how many kernels it is."""
+        optimizer, x = optim.flash_adamw(1e-3), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+        like = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        there_and_back = (
+            lambda x: optim.Weight().decode(*optim.Weight().encode(x)),
+            lambda x: optim.float32_weights(*optim.from_float32(optimizer, optim.Float32(0, x, None, None), like)),
+        )
+        entry = lambda fn: re.split("ENTRY", compiled(fn, x, donate=()).as_text())[1]
+        return {"kernels": [len(re.findall(r"= .* fusion\(", entry(fn))) for fn in there_and_back]}
+
+    def release():
+        """Backward pass and step of a deep network as one program: the bytes besides its arguments, over gradients."""
+        optimizer = optim.flash_adamw(1e-3)
+        params = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 32
+        x = jax.ShapeDtypeStruct((8, 2048), jnp.bfloat16)
+
+        def loss(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x.astype(jnp.float32))
+
+        both = lambda p, s, x: optimizer.step(p, s, jax.grad(loss)(p, x))
+        program = compiled(both, params, jax.eval_shape(optimizer.init, params), x)
+        return {"temporary": program.memory_analysis().temp_size_in_bytes / (32 * 2048 * 2048 * 2)}
+
+    def softmax(looped):
+        """The kernels that write scores or sums of their rows, in a gradient through attention."""
+
+        def layer(x, w):
+            return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ w, x)) @ x, None
+
+        def loss(w, x):
+            return jnp.sum(jax.lax.scan(layer, x, jnp.stack([w] * 4))[0] if looped else layer(x, w)[0])
+
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (16, 1024, 128)))
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r"%([a-z_]+)[\d.]* = \(?(?:bf16\[16,1024,1024\]|f32\[16,1024\]).* fusion\("
+        return {"kernels": re.findall(kernel, text)}
+
+    def masked():
+        """How many rows of how many heads and examples a kernel of a softmax under a causal mask takes at a time."""
+
+        def loss(w, x):
+            scores = jnp.einsum("bhqd,bhkd->bhqk", x @ w, x)
+            return jnp.sum(jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((1024, 1024), bool)), scores, -1e9)) @ x)
+
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (16, 12, 1024, 64)))
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r'= bf16\[16,12,1024,1024\].* fusion\(.*"output_tiles":\[\{"sizes":\["(\d+)","(\d+)","(\d+)","1024"\]'
+        return {"rows": [[int(size) for size in sizes] for sizes in re.findall(kernel, text)]}
+
+    def kept():
+        """The arrays of all layers that a gradient through a scan over attention writes outside of its loops."""
+
+        def layer(x, w):
+            def attend(x):
+                q, k, v = (a.reshape(len(x), 4, -1) for a in jnp.split(x @ w[0], 3, axis=-1))
+                scores = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+                return x + jnp.einsum("hts,shd->thd", scores, v).reshape(x.shape) @ w[1]
+
+            return jax.vmap(attend)(x), None
+
+        loss = lambda w, x: jnp.mean(jax.lax.scan(layer, x, w)[0])
+        shapes = ((6, 256, 768), (6, 256, 256)), (64, 192, 256)
+        w, x = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda s: len(s) > 2)
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        kernel = r"%([a-z_]+)[\d.]* = \(?\w+\[6,64,.* (?:fusion|copy|transpose)\("
+        return {"kernels": sorted(set(re.findall(kernel, text[text.index("ENTRY") :])))}
+
+    def sharded():
+        """What devices tell each other for a gradient, the batch shared among them, with a table, a mask and a bias."""
+        mesh = mesh_of(4)
+        shape = lambda *axes, spec=(): jax.ShapeDtypeStruct(
+            axes, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
+        def loss(params, x):
+            w, positions, v, bias = params
+            x = jnp.tanh(x @ w + positions)
+            mask = jnp.tril(jnp.ones((64, 64), bool))
+            return jnp.mean((jax.nn.softmax(jnp.where(mask, x @ x.mT, -1e9)) @ x @ v + bias) ** 2)
+
+        params = shape(512, 512), shape(64, 512), shape(512, 512), shape(512)
+        gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))
+        text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
+        return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
+
+    answered = {
+        "step": step,
+        "two steps": two_steps,
+        "law": law,
+        "release": release,
+        "softmax": softmax,
+        "masked": masked,
+        "kept": kept,
+        "sharded": sharded,
+    }
+    answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]
+    print("\n" + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What the README says runs as it is written, and the examples run."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from benchmarks import results
+
+
+@pytest.mark.promotes
+def test_the_readmes_code_runs_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 5
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_the_readme_names_the_commands_that_ci_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install -e '.[tests]' && pytest" in readme
+    assert "pip install -e '.[examples]' && python examples/train_digits.py" in readme
+
+
+@pytest.mark.slow
+def test_the_digits_example_runs(tmp_path):
+    pytest.importorskip("sklearn", reason="the examples extra is not installed")
+    pytest.importorskip("rich", reason="the examples extra is not installed")
+    out = tmp_path / "digits.png"
+    command = [sys.executable, str(ROOT / "examples" / "train_digits.py"), "--steps", "2", "--out", str(out)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "accuracy" in run.stdout
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
+
+
+SLOW = BENCHMARKS - {"kernels", "matmul"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(BENCHMARKS)])
+def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
+    written, rendered = tmp_path / f"{name}.json", tmp_path / "RESULTS.md"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(written)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "ratio" in run.stdout
+    monkeypatch.setattr(sys, "argv", ["results", str(tmp_path), "--out", str(rendered)])
+    results.main()
+    assert f"python -m benchmarks.{name}" in rendered.read_text(encoding="utf-8")

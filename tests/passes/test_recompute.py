@@ -1,0 +1,244 @@
+"""What is kept for the backward pass outside of loops: islands, and the `keep` keyword."""
+
+import contextlib
+import math
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_near, both, count, equations, in_float64, kept, matmul_dtypes
+from jax import lax
+from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
+
+import jaxamp
+
+
+def hand_written_gelu(x):
+    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608 * (x + 0.044715 * x**3)))
+
+
+# -- islands
+
+
+@both
+@pytest.mark.parametrize("act", [jax.nn.gelu, hand_written_gelu, jax.nn.mish, lambda x: jnp.exp(-(x**2))])
+def test_an_activation_between_matmuls_keeps_nothing_in_float32(low, act):
+    fn = lambda params, x: mlp(params, x, act)
+    amp = jaxamp.amp(fn, compute_dtype=low)
+    wide = [(shape, dtype) for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32" and shape[0] == ROWS]
+    assert wide == []
+    assert any(dtype == "float32" and shape == (ROWS, 2 * WIDTH) for shape, dtype in kept(fn, PARAMS, X))
+    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), in_float64(jax.grad(fn), PARAMS, X), 2e-2)
+
+
+def test_an_island_takes_its_bias_and_gives_back_what_the_matmul_reads():
+    jaxpr = jax.make_jaxpr(jax.grad(jaxamp.amp(mlp, compute_dtype=jnp.bfloat16)))(PARAMS, X)
+    (island,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"]
+    large = [v.aval for v in (*island.invars, *island.outvars) if v.aval.shape == (ROWS, 2 * WIDTH)]
+    assert {aval.dtype.name for aval in large} == {"bfloat16"}  # the operand, its cotangent and the one that comes in
+    assert len(large) == 3
+
+
+def test_no_matmul_and_no_random_draw_is_in_an_island():
+    def fn(params, x, key):
+        h = jax.nn.gelu(x @ params["up"] + params["bias"])
+        h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h / 0.5, 0.0)
+        return jnp.sum(jax.nn.gelu(h) @ params["down"])
+
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+    forward, whole = (jax.make_jaxpr(f)(PARAMS, X, jax.random.key(0)) for f in (amp, jax.grad(amp)))
+    assert count("random_bits", whole) == count("random_bits", forward) == 1
+    assert len(matmul_dtypes(whole)) == 2 + 3  # two forward, two for `down`, one for `up`
+    for eqn in equations(whole):
+        if eqn.primitive.name == "remat2":
+            assert count("random_bits", eqn.params["jaxpr"]) == 0
+            assert matmul_dtypes(eqn.params["jaxpr"]) == []
+
+
+def test_work_on_wide_operands_is_no_island():
+    def fn(params, x):  # a residual in float32: to keep it would cost what the island spares
+        h = jnp.sin(x) + x @ params["up"] @ params["down"]
+        return jnp.sum(jnp.tanh(h**3) @ params["up"])
+
+    assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
+
+
+def test_linear_work_and_low_work_are_no_islands():
+    def fn(params, x):
+        return jnp.sum((-(x @ params["up"]) * 2.0 + params["bias"]) @ params["down"])
+
+    assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
+    relu = jaxamp.amp(lambda p, x: mlp(p, x, jax.nn.relu), compute_dtype=jnp.bfloat16)
+    assert count("remat2", jax.make_jaxpr(relu)(PARAMS, X)) == 0
+
+
+def test_a_constant_made_in_an_island_can_be_read_outside():
+    def fn(params, x):
+        h = x @ params["up"]
+        ones = jnp.full(h.shape, 1.5)
+        return jnp.sum((hand_written_gelu(h) * ones + ones) @ params["down"]) + jnp.sum(jnp.sin(ones))
+
+    expected = in_float64(jax.grad(fn), PARAMS, X)
+    del expected["bias"]
+    found = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)
+    assert not np.any(found.pop("bias"))
+    assert_near(found, expected, 2e-2)
+
+
+def test_what_comes_out_of_an_island_may_be_read_in_two_dtypes():
+    def fn(params, x):
+        h = hand_written_gelu(x @ params["up"])
+        return jnp.sum(h @ params["down"]) + jnp.sum(jnp.exp(-h)), h
+
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+    _, h = amp(PARAMS, X)
+    assert h.dtype == jnp.float32
+    assert not np.array_equal(h, h.astype(jnp.bfloat16).astype(jnp.float32))  # not rounded
+    expected = in_float64(jax.grad(lambda p, x: fn(p, x)[0]), PARAMS, X)
+    found = jax.grad(lambda p: amp(p, X)[0])(PARAMS)
+    assert_near([found["up"], found["down"]], [expected["up"], expected["down"]], 2e-2)
+
+
+def test_transforms_go_through_an_island():
+    amp = jaxamp.amp(mlp, compute_dtype=jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (PARAMS, X))
+        tangent = np.asarray(jax.jvp(lambda x: mlp(wide[0], x), (wide[1],), (wide[1],))[1])
+        curvature = np.asarray(jax.jvp(jax.grad(lambda x: mlp(wide[0], x)), (wide[1],), (wide[1],))[1])
+    assert abs(float(jax.jvp(lambda x: amp(PARAMS, x), (X,), (X,))[1]) - tangent) < 2e-2 * abs(tangent)
+    found = jax.jvp(jax.grad(lambda x: amp(PARAMS, x)), (X,), (X,))[1]
+    assert np.linalg.norm(found - curvature) < 3e-2 * np.linalg.norm(curvature)
+    per_row = jax.vmap(jax.grad(amp), (None, 0))(PARAMS, X[:, None])
+    assert_near(jax.tree.map(lambda g: g.sum(0), per_row), in_float64(jax.grad(mlp), PARAMS, X), 2e-2)
+
+
+def rounded_cotangents(fn, *args) -> list[str]:
+    """The dtypes that cotangents are rounded to and held in."""
+    found = (eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == "materialized")
+    return [str(eqn.params["dtype"]) for eqn in found if eqn.params["of_value"]]
+
+
+@both
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint, lambda fn: jax.vmap(fn, (None, None, 0))])
+def test_a_bias_in_an_island_shares_the_cotangent_that_the_matmul_reads_if_that_is_differentiated(low, wrap):
+    def fn(w, bias, x):
+        return jnp.sum(jnp.square(x @ w + bias))
+
+    amp = wrap(jaxamp.amp(fn, compute_dtype=low))
+    loss = lambda *args: jnp.sum(amp(*args))
+    args, low = (PARAMS["up"], PARAMS["bias"], X[None]), jnp.dtype(low).name
+    assert rounded_cotangents(jax.grad(loss, 0), *args) == []
+    assert rounded_cotangents(jax.grad(loss, 1), *args) == []
+    assert rounded_cotangents(jax.grad(loss, (0, 1)), *args) == [low]
+    with jax.enable_x64(True):
+        expected = jax.tree.map(
+            np.asarray, jax.grad(fn, (0, 1))(*(jnp.asarray(np.asarray(a, np.float64)) for a in args))
+        )
+    for found, exact in zip(jax.grad(loss, (0, 1))(*args), expected, strict=True):
+        assert found.dtype == jnp.float32
+        assert np.linalg.norm(found - exact) < 1e-2 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_bias_in_an_island_keeps_the_range_of_float32(pinned):
+    def fn(bias, x, scale):
+        h = x @ PARAMS["up"]
+        with jaxamp.amp_stop() if pinned else contextlib.nullcontext():
+            return jnp.sum(jnp.square(h + bias)) * scale
+
+    for scale in (1e-9, 1.0, 1e6):
+        expected = jax.grad(fn)(PARAMS["bias"], X, scale)
+        found = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.float16))(PARAMS["bias"], X, scale)
+        assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("keep", ["auto", "matmuls"])
+def test_sizes_that_are_not_known_yet_are_no_obstacle(keep):
+    rows, more = jax.export.symbolic_shape("rows, more")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), PARAMS)
+    x = jax.ShapeDtypeStruct((rows, more, WIDTH), jnp.float32)
+    amp = jaxamp.amp(lambda p, x: jnp.sum(jax.nn.gelu(x @ p["up"] + p["bias"]) @ p["down"]), keep=keep)
+    exported = jax.export.export(jax.jit(jax.grad(amp)))(shapes, x)
+    assert exported.call(PARAMS, X[None])["up"].shape == PARAMS["up"].shape
+
+
+# -- the keyword
+
+
+def two_layers(params, x):
+    for _ in range(2):
+        x = x + attention(params, x) * 1e-3 + jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
+    return jnp.sum(x**2)
+
+
+def test_keep_matmuls_keeps_results_of_matmuls_of_the_whole_function():
+    sizes = {k: jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep=k)(PARAMS, X) for k in ("auto", "all")}
+    least = jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")(PARAMS, X)
+    assert least.before == sizes["auto"].before == sizes["all"].before
+    assert least.after < 0.65 * sizes["auto"].after
+    assert sizes["auto"].after < 0.7 * sizes["all"].after
+    amp = jaxamp.amp(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")
+    float32 = [shape for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32"]
+    assert max(map(math.prod, float32)) <= len(X)  # sums over tokens
+    forward, whole = (jax.make_jaxpr(f)(PARAMS, X) for f in (amp, jax.grad(amp)))
+    assert len(matmul_dtypes(whole)) < 3 * len(matmul_dtypes(forward))  # none again: at most two for each backwards
+    assert_near(jax.jit(jax.grad(amp))(PARAMS, X), in_float64(jax.grad(two_layers), PARAMS, X), 2e-2)
+
+
+def test_keep_all_adds_no_checkpoint():
+    def fn(params, x):
+        return lax.scan(lambda x, _: (x + jax.nn.gelu(x @ params["up"]) @ params["down"], None), x, None, 3)[0].sum()
+
+    for f in (two_layers, fn):
+        assert count("remat2", jax.make_jaxpr(jaxamp.amp(f, compute_dtype=jnp.bfloat16, keep="all"))(PARAMS, X)) == 0
+        assert count("remat2", jax.make_jaxpr(jaxamp.amp(f, compute_dtype=jnp.bfloat16))(PARAMS, X)) > 0
+
+
+@pytest.mark.parametrize("keep", ["auto", "matmuls"])
+def test_nothing_is_added_to_a_checkpoint_of_the_user(keep):
+    def fn(params, x):
+        block = jax.checkpoint(lambda x: jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"])
+        return jnp.sum(block(block(x)))
+
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, keep=keep))(PARAMS, X)
+    assert count("remat2", jaxpr) == 2
+
+
+def test_a_checkpoint_or_an_effect_elsewhere_leaves_the_islands():
+    def with_checkpoint(params, x):
+        return two_layers(params, x) + jax.checkpoint(jnp.tanh)(x[0, 0])
+
+    def with_effect(params, x):
+        jax.debug.callback(lambda _: None, x[0, 0])
+        return two_layers(params, x)
+
+    plain = jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16)(PARAMS, X)
+    for fn in (with_checkpoint, with_effect):
+        for keep in ("auto", "matmuls"):
+            found = jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16, keep=keep)(PARAMS, X)
+            assert found.after <= plain.after + 8
+
+
+def test_scans_inside_of_scans_keep_little_too():
+    def fn(params, x):
+        inner = lambda x, _: (x + jax.nn.gelu(x @ params["up"]) @ params["down"], None)
+        outer = lambda x, _: (jax.nn.gelu(lax.scan(inner, x, None, 2)[0] @ params["up"]) @ params["down"], None)
+        return jnp.sum(lax.scan(outer, x, None, 2)[0])
+
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+    # of the inner scan's body the carry and two results, of the outer one's the carry and one
+    wide = [shape for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32" and shape[-1] == 2 * WIDTH]
+    assert wide == []
+    forward, whole = (jax.make_jaxpr(f)(PARAMS, X) for f in (amp, jax.grad(amp)))
+    assert len(matmul_dtypes(whole)) <= 3 * len(matmul_dtypes(forward))
+    expected = in_float64(jax.grad(fn), PARAMS, X)
+    found = jax.jit(jax.grad(amp))(PARAMS, X)
+    assert_near([found["up"], found["down"]], [expected["up"], expected["down"]], 3e-2)
+
+
+def test_a_wrong_word_for_keep_is_refused_where_it_is_given():
+    for word in ("little", None, np.array(["auto", "all"])):
+        with pytest.raises(ValueError, match=r"expected one of 'auto', 'matmuls', 'all'. Write keep="):
+            jaxamp.amp(mlp, keep=word)

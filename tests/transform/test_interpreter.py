@@ -1,0 +1,83 @@
+"""What survives the rewriting: names, lines, contexts, effects, shardings, and the parameters of a `jit`."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+from helpers import AMP, LOW, W, matmuls
+from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.xla_metadata import set_xla_metadata
+
+
+def test_name_stacks_survive_and_casts_carry_them():
+    def fn(x):
+        with jax.named_scope("block"):
+            return jax.jit(lambda x: x @ x)(x)
+
+    jaxpr = jax.make_jaxpr(AMP(fn))(W)
+    (call,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    assert str(call.source_info.name_stack) == "block"
+    text = jax.jit(AMP(fn)).lower(W).as_text(debug_info=True)
+    assert "block" in text
+
+
+def test_source_lines_survive():
+    def fn(x):
+        return x @ x  # the line
+
+    line = inspect.getsourcelines(fn)[1] + 1
+    frames = jax.make_jaxpr(AMP(fn))(W).eqns[0].source_info.traceback.frames
+    assert any(f.file_name == __file__ and f.line_num == line for f in frames)
+
+
+def test_equation_contexts_survive():
+    def fn(x):
+        with set_xla_metadata(key="value"):
+            return x @ x
+
+    assert 'key = "value"' in jax.jit(AMP(fn)).lower(W).as_text()
+
+
+def test_effects_happen_once_and_in_order(capfd):
+    seen = []
+
+    def fn(x):
+        def body(c, i):
+            io_callback(lambda i: seen.append(int(i)), None, i, ordered=True)
+            return c @ x, None
+
+        return lax.scan(body, x, jnp.arange(4))[0]
+
+    for run in (AMP(fn), jax.jit(AMP(fn))):
+        seen.clear()
+        jax.block_until_ready(run(W))
+        jax.effects_barrier()
+        assert seen == [0, 1, 2, 3]
+    jax.block_until_ready(AMP(lambda x: (jax.debug.print("sum {}", (x @ x).sum()), x)[1])(jnp.eye(2)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "sum 2.0\n"
+
+
+def test_shardings_in_types_survive():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 4)), jax.P("d"))
+        out = jax.jit(AMP(lambda x, w: jnp.tanh(x @ w) @ w))(x, W)
+        assert out.sharding.spec == jax.P("d", None)
+        assert matmuls(AMP(lambda x, w: x @ w), x, W) == [LOW]
+
+
+def test_jit_parameters_survive():
+    inner = jax.jit(lambda x: x @ x, donate_argnums=0, keep_unused=True)
+    (eqn,) = [e for e in jax.make_jaxpr(AMP(lambda x: inner(x)))(W).eqns if e.primitive.name == "jit"]
+    assert eqn.params["donated_invars"] == (True,)
+    assert eqn.params["keep_unused"]
+
+
+def test_a_jitted_function_called_twice_is_rewritten_once():
+    layer = jax.jit(lambda x: jnp.tanh(x @ x))
+    jaxpr = jax.make_jaxpr(AMP(lambda x: layer(layer(layer(x @ x))) @ x))(W)
+    calls = [e for e in jaxpr.eqns if e.primitive.name == "jit"]
+    assert len(calls) == 3
+    assert len({id(e.params["jaxpr"]) for e in calls}) == 1

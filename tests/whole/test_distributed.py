@@ -1,0 +1,81 @@
+"""Two processes, each with half of the batch: they skip the same steps and hold the same model."""
+
+import contextlib
+import functools
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import distributed_worker as worker
+import jax
+import pytest
+from helpers import assert_same_bits, with_the_package
+
+KINDS = ("jit", "shard_map", "shard_map_unchecked")
+TIMEOUT = 120
+
+
+def free_port():
+    with contextlib.closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of the two processes ended with, for all cases."""
+    folder, port = tmp_path_factory.mktemp("distributed"), str(free_port())
+    paths = [folder / f"{i}.pickle" for i in range(2)]
+    environment = with_the_package(XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker.__file__, str(i), port, str(path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, path in enumerate(paths)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+@functools.cache
+def alone(name):
+    """The whole batch in one process, on one device."""
+    return worker.train(jax.jit(worker.step_fn(worker.REDOS[name])))
+
+
+def test_the_run_alone_skips_where_it_should():
+    _, told = alone("skip")
+    assert [now["skipped"] for now in told] == [0, 0, 1, 0, 1, 0]
+    _, told = alone("redo")
+    assert [now["skipped"] for now in told] == [0, 0, 1, 0, 0, 0]
+    assert [now["total_redone"] for now in told] == [0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", worker.REDOS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_agree_on_bits(results, kind, name):
+    first, second = (result[kind, name] for result in results)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("name", worker.REDOS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_do_what_one_does(results, kind, name):
+    """The same steps skipped and recomputed, at the same scales, and the same model in the end."""
+    (params, opt_state, _), told = results[0][kind, name]
+    (alone_params, alone_opt_state, _), alone_told = alone(name)
+    assert told == alone_told
+    assert_same_bits((params, opt_state), (alone_params, alone_opt_state))
+    assert abs(params).max() > 0

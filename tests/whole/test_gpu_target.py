@@ -1,0 +1,107 @@
+"""What XLA makes of our programs on an H200, read from what is compiled for one without having one."""
+
+import gpu_compiler
+import pytest
+
+LARGE = [4096, 12288]
+QUESTIONS = {
+    "adamw": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {}],
+    "adamw, bfloat16 gradients": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {}],
+    "adamw, smaller": ["step", "flash_adamw", [4096, 4096], "bfloat16", "bfloat16", {}],
+    "adamw, loss scaling": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {"scaled": True}],
+    "adamw, float16": ["step", "flash_adamw", LARGE, "float16", "float32", {}],
+    "adamw, float32": ["step", "flash_adamw", LARGE, "float32", "float32", {}],
+    "adamw, 32 bits": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"master_weight_bits": 32}}],
+    "adamw, rows": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"layout": "rows"}}],
+    "adamw, published": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"scales": "float16"}}],
+    "adamw, small": ["step", "flash_adamw", [256, 1024], "bfloat16", "float32", {}],
+    "adamw, odd": ["step", "flash_adamw", [768, 50257], "bfloat16", "float32", {}],
+    "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
+    "two steps": ["two steps"],
+    "law": ["law"],
+    "release": ["release"],
+    "kept": ["kept"],
+    "sharded": ["sharded"],
+    "softmax": ["softmax", False],
+    "softmax in a scan": ["softmax", True],
+    "masked": ["masked"],
+}
+STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    why = gpu_compiler.why_not()
+    if why:
+        pytest.skip(why)
+    return dict(zip(QUESTIONS, gpu_compiler.ask(list(QUESTIONS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_no_moment_reaches_memory(answers, name):
+    """The largest of each group do, in float32: 4 bytes of 32 parameters for each moment."""
+    assert answers[name]["temporary"] <= 0.3
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "adamw, float16"])
+def test_corrections_are_not_dropped(answers, name):
+    """XLA makes `x - x` of a rounding error that goes by way of a cast."""
+    assert not answers[name]["subtracts_itself"]
+    assert answers[name]["reads_bits"] == (name != "adamw, float32")
+
+
+def test_no_byte_is_stored_from_a_float(answers):
+    """ptxas may take the last byte of a float32's bits for the number converted to an integer."""
+    assert answers["adamw, small"]["bytes_from"]
+    assert "f32" not in answers["adamw, small"]["bytes_from"]
+
+
+def test_a_step_is_three_kernels(answers):
+    """Maxima, the step, the scales; and two for the scalars of the step."""
+    assert answers["adamw"]["kernels"] <= 5
+    assert answers["lion"]["kernels"] <= 5
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_kernel_reads_gradients_before_they_are_used(answers, name):
+    """Pass 1. Whether they are finite, which loss scaling asks, takes no other; pass 2 is behind a barrier."""
+    assert answers[name]["reads"] == 1
+
+
+def test_steps_are_not_made_one(answers):
+    """XLA would drop the cast to bfloat16 between them, and the second would add the correction to the exact weight."""
+    assert answers["two steps"]["kernels"] == 2
+
+
+def test_weights_are_not_read_before_they_are_rounded(answers):
+    """In one kernel, XLA would drop the cast to bfloat16 and add the correction to the exact weight."""
+    assert min(answers["law"]["kernels"]) == 2
+
+
+def test_gradients_are_freed_as_they_are_used(answers):
+    """One program of backward pass and step holds a few gradients at a time, not all of them."""
+    assert answers["release"]["temporary"] < 0.3
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax in a scan"])
+def test_a_softmax_and_its_gradient_are_a_kernel_each(answers, name):
+    """Besides matmuls, nothing else writes scores or sums of their rows."""
+    kernels = [kernel for kernel in answers[name]["kernels"] if not kernel.startswith("gemm")]
+    assert kernels == ["fusion", "fusion"]
+
+
+def test_a_masked_softmax_takes_neighbouring_rows(answers):
+    """For a mask that is repeated over heads and examples, XLA would take one row of 16 of these."""
+    rows = answers["masked"]["rows"]
+    assert [sizes[:2] for sizes in rows] == [[1, 1], [1, 1]]  # forward and backward
+    assert min(sizes[2] for sizes in rows) > 1
+
+
+def test_what_a_scan_keeps_is_not_turned(answers):
+    """XLA would turn queries, keys and values of all layers for a single reader of the values."""
+    assert answers["kept"]["kernels"] == ["loop_broadcast_fusion"]
+
+
+def test_layouts_gather_nothing(answers):
+    """The partitioner would gather what has a layout asked for; gradients are summed over devices, and that is all."""
+    assert answers["sharded"]["collectives"] == ["all-reduce"]
