@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import is_inexact
+from .._tree import is_inexact_array
 from ._bytes import state_shapes
 from ._codecs import MOMENTUM, VARIANCE, Codec, Variance
 from ._layout import LAYOUTS, Groups, Layout, groups, groups_of
@@ -56,7 +56,7 @@ def float32_weights(params: Any, state: FlashState) -> Any:
     for path, p, c in zip(paths, leaves, corrections, strict=True):
         check_correction(name, name_of(path), p, c, _INSTEAD)
     return structure.unflatten(
-        [join(jnp.asarray(p), c) if is_inexact(p) else p for p, c in zip(leaves, corrections, strict=True)]
+        [join(jnp.asarray(p), c) if is_inexact_array(p) else p for p, c in zip(leaves, corrections, strict=True)]
     )
 
 

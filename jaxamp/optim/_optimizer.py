@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import varying_axes
-from .._tree import check_bool, is_inexact
+from .._tree import check_bool, is_inexact_array
 from ._arena import Leaf, pack, unpack
 from ._codecs import MOMENTUM, VARIANCE, Codec
 from ._layout import Groups, groups, groups_of, whole
@@ -121,7 +121,7 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         paths, leaves, structure = flatten(params)
         _check_bits(rule.name, paths, leaves, settings_of)
         states = [
-            _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact(leaf) else LeafState()
+            _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact_array(leaf) else LeafState()
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         # On the devices of the parameters, so that the second step is the program of the first.
@@ -140,7 +140,7 @@ def make(rule: Rule, hyper: Mapping[str, Any], storage: Storage, param_groups: A
         tasks: list[tuple[int, Settings, Leaf]] = []
         out: list[Any] = [_no_change(x) for x in leaves] if delta else list(leaves)
         for i, (path, leaf, grad, old) in enumerate(zip(paths, leaves, given, states, strict=True)):
-            if not is_inexact(leaf) or leaf.size == 0 or grad is None:
+            if not is_inexact_array(leaf) or leaf.size == 0 or grad is None:
                 continue
             settings = settings_of(path, leaf)
             found = _check_leaf(rule, settings, path, leaf, grad, old, instead)
@@ -339,7 +339,7 @@ def _check_bits(name: str, paths: list[Any], leaves: list[Any], settings_of: Any
     """A parameter that no storage serves, and a correction that no parameter can have."""
     asked: dict[Any, tuple[bool, str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        if not is_inexact(leaf):
+        if not is_inexact_array(leaf):
             continue
         if leaf.dtype not in SERVED:
             raise TypeError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import tree_util as jtu
 
-from .._tree import is_inexact
+from .._tree import is_inexact_array
 from ._codecs import MOMENTUM, Codec, Variance
 from ._layout import groups, groups_of
 from ._optimizer import FlashOptimizer, check_gradient
@@ -102,9 +102,9 @@ def compress_state(
         return found.unview(stored_by[x.values.dtype].decode(found.view(x.values), scale))
 
     def init(params: Any) -> CompressedState:
-        shapes = {x.shape for x in jax.tree.leaves(params) if is_inexact(x) and x.size}
+        shapes = {x.shape for x in jax.tree.leaves(params) if is_inexact_array(x) and x.size}
         like: Any = jax.tree.structure(params)
-        moment = lambda x: is_inexact(x) and not jnp.iscomplexobj(x) and x.shape in shapes
+        moment = lambda x: is_inexact_array(x) and not jnp.iscomplexobj(x) and x.shape in shapes
 
         def compressed(node: Any, kind: str | None = None) -> Any:
             if kind is not None:
@@ -205,7 +205,7 @@ def with_master_weights(
     tx, kind = optax.with_extra_args_support(tx), correction_dtype(master_weight_bits)
 
     def low(x: Any) -> bool:
-        return is_inexact(x) and x.dtype in LOW
+        return is_inexact_array(x) and x.dtype in LOW
 
     def init(params: Any) -> MasterState:
         correction = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=kind) if low(p) else None, params)
