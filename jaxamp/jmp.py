@@ -13,22 +13,22 @@ loss scaling are jaxamp's own; this file gives them JMP's names.
 >>> grads = loss_scale.unscale(jax.grad(loss)(jnp.ones(2), jnp.ones((4, 2))))
 >>> loss_scale = loss_scale.adjust(jmp.all_finite(grads))
 
-What differs from JMP 0.0.4, each for a fault of it:
+Differences from JMP 0.0.4, each because of a fault in it:
 
-1. `min_loss_scale` is a leaf of `DynamicLossScale`. JMP forgets it in each `jit` and each `tree_map`.
-2. The scale is held in float32, whatever numbers it is made with, and floats are scaled and unscaled in float32 at
-   least. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise, and its `unscale`
+1. `min_loss_scale` is a leaf of `DynamicLossScale`. JMP loses it in each `jit` and each `tree_map`.
+2. The scale is held in float32, whatever numbers it is made from, and floats are scaled and unscaled in float32 or
+   wider. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise an error and its `unscale`
    underflow; so does a Python number or a weakly typed array with float16 gradients.
-3. `unscale` is right for each scale. JMP's returns zeros beyond 2**126, where the reciprocal is flushed to zero.
-4. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. JMP makes floats of integers,
-   and raises at the others. So do `all_finite` and `select_tree` at leaves that are no numbers.
-5. `select_tree` selects leaves of two dtypes, in the wider one. JMP raises.
-6. An overflow never raises the scale. JMP's jumps up to `min_loss_scale` from below it.
+3. `unscale` is right for every scale. JMP's returns zeros above 2**126, where the reciprocal is flushed to zero.
+4. `scale` and `unscale` leave integers, PRNG keys and non-numeric leaves alone. JMP turns integers into floats and
+   raises an error for the others. So do its `all_finite` and `select_tree` for non-numeric leaves.
+5. `select_tree` selects leaves whose dtypes differ, in the wider one. JMP raises an error.
+6. An overflow never raises the scale. JMP's jumps up to `min_loss_scale` if it was below.
 7. The floor of a scale is positive, even if `min_loss_scale` is zero. JMP's scale falls to zero and stays there.
-8. The scale of a `StaticLossScale` is a leaf. JMP's has no leaves: `jit` traces anew for each value.
-9. `str(policy)` works for dtypes of each form, and policies of the same dtypes are equal and have the same hash.
-10. `cast_to_half` and the like cast NumPy scalars too.
-11. The error at an unknown dtype names what is accepted. JMP's offers `f` for `full`, and refuses it.
+8. The scale of a `StaticLossScale` is a leaf. JMP's has no leaves, so `jit` traces again for each value.
+9. `str(policy)` works for dtypes of any form, and policies with the same dtypes are equal and have the same hash.
+10. `cast_to_half` and its siblings cast NumPy scalars too.
+11. The error for an unknown dtype lists the accepted names. JMP's offers `f` for `full`, and refuses it.
 12. `get_policy` allows spaces, and refuses a key that is given twice. JMP takes the last one.
 13. Errors say what was given, what was expected and what to write. JMP has assertions, which `python -O` removes.
 """
@@ -41,8 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._scaling.cotangent import scaled, unscaled
-from ._scaling.periods import as_scalar, as_state, counter_of
+from ._scaling.checked_scalar import checked_scalar
+from ._scaling.period_counters import counter_from_state, state_from_counter
+from ._scaling.scale_tree import scale_tree, unscale_tree
 from ._scaling.state import FLOAT32_MAX
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, check_bool, tree_where
@@ -66,20 +67,20 @@ __all__ = [
 
 # -- policies
 
-_NAMES = {
+_DTYPE_NAMES = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16"),
     jnp.float32: ("full", "f32", "float32"),
     jnp.float64: ("f64", "float64"),
 }
-_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
-_FIRST_NAME = {np.dtype(dtype): names[0] for dtype, names in _NAMES.items()}
-_KEYS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
+_BY_NAME = {name: dtype for dtype, names in _DTYPE_NAMES.items() for name in names}
+_SHORT_NAMES = {np.dtype(dtype): names[0] for dtype, names in _DTYPE_NAMES.items()}
+_POSITIONS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Policy:
-    """The dtypes of parameters, of what is computed with them, and of results.
+    """The dtypes of parameters, of computations and of results.
 
     >>> from jaxamp import jmp
     >>> policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
@@ -110,7 +111,7 @@ class Policy:
         return cast_floating(x, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
-        """The same policy with another dtype of results."""
+        """Return the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def _dtypes(self) -> tuple[np.dtype, ...]:
@@ -123,15 +124,15 @@ class Policy:
         return hash(self._dtypes())
 
     def __str__(self) -> str:
-        """As `get_policy` reads it."""
-        return "p={},c={},o={}".format(*(_FIRST_NAME.get(x, x.name) for x in self._dtypes()))
+        """The policy in the form that `get_policy` reads."""
+        return "p={},c={},o={}".format(*(_SHORT_NAMES.get(x, x.name) for x in self._dtypes()))
 
 
 def get_policy(policy_name: str) -> Policy:
     """Read a policy from a string.
 
-    It is the name of one dtype, or `params=...,compute=...,output=...` (`p`, `c` and `o` for short). Parameters are
-    float32 if left out, compute follows them, output follows compute.
+    The string is the name of one dtype, or `params=...,compute=...,output=...` (`p`, `c` and `o` for short). The
+    defaults: params is float32, compute is the same as params, output is the same as compute.
 
     >>> from jaxamp import jmp
     >>> str(jmp.get_policy("c=f16")), str(jmp.get_policy("bfloat16"))
@@ -148,11 +149,11 @@ def get_policy(policy_name: str) -> Policy:
     dtypes: list[Any] = [None, None, None]
     for part in policy_name.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        index = _KEYS.get(key)
+        index = _POSITIONS.get(key)
         if index is None or dtypes[index] is not None:
             raise ValueError(
                 f"get_policy got {policy_name!r}, with {part.strip()!r} in it; expected params=, compute= and output= "
-                "(or p=, c= and o=), each once at most. Write get_policy('p=f32,c=bf16,o=f32')."
+                "(or p=, c= and o=), each at most once. Write get_policy('p=f32,c=bf16,o=f32')."
             )
         dtypes[index] = _parse_dtype(value, policy_name)
     param, compute, output = dtypes
@@ -165,12 +166,12 @@ def _parse_dtype(name: str, policy_name: str) -> Any:
     name = name.strip()
     if name == "half":
         return half_dtype()
-    if name not in _DTYPES:
+    if name not in _BY_NAME:
         raise ValueError(
-            f"get_policy got {policy_name!r}, with the dtype {name!r}; expected one of half, {', '.join(_DTYPES)}. "
+            f"get_policy got {policy_name!r}, with the dtype {name!r}; expected one of half, {', '.join(_BY_NAME)}. "
             "Write get_policy('bf16'), or get_policy('p=f32,c=bf16,o=f32')."
         )
-    return _DTYPES[name]
+    return _BY_NAME[name]
 
 
 def _check_float(field: str, dtype: Any) -> None:
@@ -180,8 +181,8 @@ def _check_float(field: str, dtype: Any) -> None:
         is_float = False
     if not is_float:
         raise TypeError(
-            f"Policy got {field}={dtype!r}; expected the dtype of floats. Write {field}=jnp.float32, or "
-            "get_policy('p=f32,c=bf16,o=f32') for names."
+            f"Policy got {field}={dtype!r}; expected a floating-point dtype. Write {field}=jnp.float32, or "
+            "get_policy('p=f32,c=bf16,o=f32') to use names."
         )
 
 
@@ -204,27 +205,27 @@ def cast_to_half(tree: Tree) -> Tree:
 
 
 class NoOpLossScale(eqx.Module):
-    """A scale of one, in place of the others: it does nothing."""
+    """A loss scale of one: it does nothing, and can stand in for the others."""
 
     @property
     def loss_scale(self) -> int:
         return 1
 
     def scale(self, tree: Tree) -> Tree:
-        """The tree as it is."""
+        """Return the tree unchanged."""
         return tree
 
     def unscale(self, tree: Tree) -> Tree:
-        """The tree as it is."""
+        """Return the tree unchanged."""
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """The same loss scale."""
+        """Return the same loss scale."""
         return self
 
 
 class StaticLossScale(eqx.Module):
-    """A scale that never moves.
+    """A loss scale that never moves.
 
     Attributes:
         loss_scale: The scale, float32.
@@ -233,30 +234,30 @@ class StaticLossScale(eqx.Module):
     loss_scale: jax.Array
 
     def __init__(self, loss_scale: Any):
-        self.loss_scale = as_scalar("StaticLossScale", "loss_scale", loss_scale, np.float32, "2.0**15")
+        self.loss_scale = checked_scalar("StaticLossScale", "loss_scale", loss_scale, np.float32, "2.0**15")
 
     def scale(self, tree: Tree) -> Tree:
-        """A pytree's floats times the scale, in float32 at least."""
-        return scaled(tree, self.loss_scale)
+        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """A pytree's floats divided by the scale, in float32 at least."""
-        return unscaled(tree, self.loss_scale)
+        """Divide a pytree's floats by the scale, in float32 or wider."""
+        return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """The same loss scale."""
+        """Return the same loss scale."""
         return self
 
 
 class DynamicLossScale(eqx.Module):
-    """A scale that is raised after `period` finite steps, and lowered at an overflow.
+    """A loss scale that is raised after `period` finite steps, and lowered at an overflow.
 
-    `jaxamp.DynamicScalerState` is what moves it.
+    It moves by the rule of `jaxamp.DynamicScalerState`.
 
     Attributes:
         loss_scale: The scale, float32.
         counter: Finite steps in this period.
-        period: Finite steps it takes to raise the scale.
+        period: How many finite steps it takes to raise the scale.
         factor: The scale is raised and lowered by this factor.
         min_loss_scale: The scale is not lowered below this.
 
@@ -276,34 +277,34 @@ class DynamicLossScale(eqx.Module):
         self, loss_scale: Any, counter: Any = 0, period: Any = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
     ):
         name = "DynamicLossScale"
-        self.loss_scale = as_scalar(name, "loss_scale", loss_scale, np.float32, "2.0**15")
-        self.counter = as_scalar(name, "counter", counter, np.int32, "0", positive=False)
-        as_scalar(name, "period", period, np.int32, "2000")
-        as_scalar(name, "factor", factor, np.float32, "2")
+        self.loss_scale = checked_scalar(name, "loss_scale", loss_scale, np.float32, "2.0**15")
+        self.counter = checked_scalar(name, "counter", counter, np.int32, "0", positive=False)
+        checked_scalar(name, "period", period, np.int32, "2000")
+        checked_scalar(name, "factor", factor, np.float32, "2")
         self.period, self.factor = period, factor
-        self.min_loss_scale = as_scalar(name, "min_loss_scale", min_loss_scale, np.float32, "1.0", positive=False)
+        self.min_loss_scale = checked_scalar(name, "min_loss_scale", min_loss_scale, np.float32, "1.0", positive=False)
 
     def scale(self, tree: Tree) -> Tree:
-        """A pytree's floats times the scale, in float32 at least."""
-        return scaled(tree, self.loss_scale)
+        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """A pytree's floats divided by the scale, in float32 at least."""
-        return unscaled(tree, self.loss_scale)
+        """Divide a pytree's floats by the scale, in float32 or wider."""
+        return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """The next loss scale, given whether this step's gradients were finite."""
         check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
-        state = as_state(
+        state = state_from_counter(
             self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=FLOAT32_MAX
         ).adjust(grads_finite)
-        return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_of(state)))
+        return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_from_state(state)))
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
-    """`a` where `pred` holds, else `b`, for a scalar bool. Leaves that are no numbers must be the same in both."""
+    """Return `a` if the scalar bool `pred` holds, else `b`. Non-numeric leaves must be equal in both."""
     check_bool("select_tree", pred, "select_tree(jmp.all_finite(grads), new, old)")
     return tree_where(pred, a, b)

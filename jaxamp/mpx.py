@@ -2,7 +2,7 @@
 
 The law: a program written for MPX 0.1.8 runs unchanged, and gives the same bits wherever MPX's are right. Casting,
 loss scaling and the optimizer step are jaxamp's own; this file gives them MPX's names. `filter_grad` and
-`filter_value_and_grad` take one keyword more, `use_amp`.
+`filter_value_and_grad` take one more keyword, `use_amp`.
 
 >>> import equinox as eqx, jax, jax.numpy as jnp, optax
 >>> from jaxamp import mpx
@@ -14,29 +14,29 @@ loss scaling and the optimizer step are jaxamp's own; this file gives them MPX's
 >>> loss_scaling, grads_finite, grads = mpx.filter_grad(loss, loss_scaling)(model, jnp.ones((4, 2)))
 >>> model, optimizer_state = mpx.optimizer_update(model, optimizer, optimizer_state, grads, grads_finite)
 
-What differs from MPX 0.1.8, each for a fault of it:
+Differences from MPX 0.1.8, each because of a fault in it:
 
-1. Gradients and loss are divided by the scale that they were made with. MPX takes the next one: a step that raises the
-   scale halves them.
-2. A float16 loss is returned as it is. MPX multiplies it by the scale first, and returns inf where that overflows.
-3. A scale that is no power of two, such as `FLOAT16_MAX`, costs no precision: the backward pass starts from a power of
-   two if the loss is float16.
-4. `scale` multiplies in float32 at least. MPX casts the scale to float16, where 2**16 is inf.
-5. `scale` and `unscale` leave integers, PRNG keys and leaves that are no numbers alone. MPX makes floats of integers,
-   and raises at the others. So does `all_finite` at leaves that are no numbers.
+1. Gradients and loss are divided by the scale they were made with. MPX divides by the next one, so a step that raises
+   the scale halves them.
+2. A float16 loss is returned as it is. MPX multiplies it by the scale first, and returns inf if that overflows.
+3. A scale that is not a power of two, such as `FLOAT16_MAX`, costs no precision: if the loss is float16, the backward
+   pass starts from a power of two.
+4. `scale` multiplies in float32 or wider. MPX casts the scale to float16, where 2**16 is inf.
+5. `scale` and `unscale` leave integers, PRNG keys and non-numeric leaves alone. MPX turns integers into floats and
+   raises an error for the others. So does its `all_finite` for non-numeric leaves.
 6. The floor of a scale is positive, even if `min_loss_scaling` is zero. MPX's scale falls to zero and stays there.
-7. The scale is held in float32, whatever numbers it is made with. MPX's `adjust` raises if it is made with float16, and
-   Python numbers are refused.
-8. `set_half_precision_datatype` takes names: MPX checks them and ignores them.
-9. `HALF_PRECISION_DATATYPE` is the present dtype. MPX's is the one at import.
-10. `force_full_precision` returns the half precision in use unless told otherwise. MPX returns float16, also for
-    bfloat16.
+7. The scale is held in float32, whatever numbers it is made from. MPX refuses Python numbers, and its `adjust` raises
+   an error for float16 ones.
+8. `set_half_precision_datatype` accepts names. MPX checks them and then ignores them.
+9. `HALF_PRECISION_DATATYPE` is the current dtype. MPX's is the one at import.
+10. `force_full_precision` returns the half precision in use unless told otherwise. MPX returns float16 even if
+    bfloat16 is in use.
 11. `cast_function` casts results of any structure, and the arrays of a function that is a pytree. MPX casts arrays and
     plain tuples.
-12. NumPy's float64 is cast where JAX would make it float32. MPX leaves it, and float32 creeps in.
-13. `select_tree` selects numbers, and leaves of two dtypes. MPX takes Python numbers from the first tree whatever the
-    predicate is, and raises at two dtypes.
-14. Without mixed precision gradients are float32 too. MPX's are so in `filter_grad` without aux alone.
+12. NumPy's float64 is cast where JAX would turn it into float32. MPX leaves it, and float32 creeps in.
+13. `select_tree` selects numbers, and leaves whose dtypes differ. MPX takes Python numbers from the first tree whatever
+    the predicate is, and raises an error if dtypes differ.
+14. Without mixed precision, gradients are float32 too. In MPX that holds only for `filter_grad` without aux.
 15. Errors say what was given, what was expected and what to write. MPX has assertions, which `python -O` removes.
 """
 
@@ -49,15 +49,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._scaling.cotangent import scaled as _scaled
-from ._scaling.cotangent import unscaled
+from ._scaling.checked_scalar import checked_scalar
 from ._scaling.grad import dynamic_scale_value_and_grad
-from ._scaling.periods import as_scalar, as_state, counter_of
+from ._scaling.period_counters import counter_from_state, state_from_counter
+from ._scaling.scale_tree import scale_tree, unscale_tree
 from ._scaling.state import DynamicScalerState
 from ._scaling.update import update_if_finite
 from ._transform.amp import amp, amp_stop
 from ._tree import all_finite as all_finite
-from ._tree import cast_floating, check_bool, is_inexact, tree_where
+from ._tree import cast_floating, check_bool, is_array_or_number, is_inexact_array, tree_where
 
 if TYPE_CHECKING:
     HALF_PRECISION_DATATYPE: Any
@@ -92,29 +92,29 @@ __all__ = [
 
 # -- the half precision in use
 
-_HALVES = {np.dtype(x): x for x in (jnp.float16, jnp.bfloat16)}
-_half: Any = jnp.float16
+_HALF_DTYPES = {np.dtype(x): x for x in (jnp.float16, jnp.bfloat16)}
+_half_dtype: Any = jnp.float16
 
 
 def half_precision_datatype() -> Any:
-    """The dtype that stands for half precision: `jnp.float16` unless set otherwise."""
-    return _half
+    """The dtype used as half precision: `jnp.float16` unless set otherwise."""
+    return _half_dtype
 
 
 def set_half_precision_datatype(datatype: Any) -> None:
-    """Set the dtype that stands for half precision.
+    """Set the dtype used as half precision.
 
     Args:
-        datatype: `jnp.float16` or `jnp.bfloat16`, or the name of one.
+        datatype: `jnp.float16` or `jnp.bfloat16`, or its name.
 
     **Sharp edges**
 
-    - It holds for the whole process, and a function that is compiled already keeps what it was compiled with. Set it
-      once, at the beginning.
+    - It applies to the whole process, and functions that are already compiled keep the dtype they were compiled with.
+      Set it once, at the beginning.
     """
-    global _half
+    global _half_dtype
     try:
-        _half = _HALVES[jnp.dtype(datatype)]
+        _half_dtype = _HALF_DTYPES[jnp.dtype(datatype)]
     except (TypeError, KeyError) as error:
         raise (ValueError if isinstance(datatype, str) else TypeError)(
             f"set_half_precision_datatype got {datatype!r}; expected float16 or bfloat16. "
@@ -123,10 +123,10 @@ def set_half_precision_datatype(datatype: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """What changes, and arrays: importing this module starts no backend."""
+    """Attributes that change or are arrays: computed here, so that importing this module starts no backend."""
     match name:
         case "HALF_PRECISION_DATATYPE":
-            return _half
+            return _half_dtype
         case "FLOAT16_MAX":
             return jnp.float32(_FLOAT16_MAX)
         case "BFLOAT16_MAX":
@@ -144,12 +144,12 @@ def cast_tree(tree: Tree, dtype: Any) -> Tree:
     >>> mpx.cast_tree({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)
     {'step': Array(3, dtype=int32), 'w': Array([1., 1.], dtype=float16)}
     """
-    return jax.tree.map(lambda x: cast_floating(x, dtype) if _is_short_float(x) else x, tree)
+    return jax.tree.map(lambda x: cast_floating(x, dtype) if _is_float_up_to_32_bits(x) else x, tree)
 
 
-def _is_short_float(x: Any) -> bool:
-    """NumPy's float64 is float32 to JAX, unless the user asked for 64 bits."""
-    return is_inexact(x) and jax.dtypes.canonicalize_dtype(x.dtype) in (jnp.float16, jnp.bfloat16, jnp.float32)
+def _is_float_up_to_32_bits(x: Any) -> bool:
+    """Whether JAX sees a float of at most 32 bits. It sees NumPy's float64 as float32, unless asked for 64 bits."""
+    return is_inexact_array(x) and jax.dtypes.canonicalize_dtype(x.dtype) in (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
 def cast_to_float16(x: Tree) -> Tree:
@@ -200,11 +200,11 @@ def cast_function(func: Callable[..., Any], dtype: Any, return_dtype: Any = None
 def force_full_precision(func: Callable[..., Any], return_dtype: Any = half_precision_datatype) -> Callable[..., Any]:
     """Run a function in float32: a sum, a mean, a softmax.
 
-    With `use_amp` it is `jaxamp.amp_stop` as well.
+    Under `use_amp` it also acts as `jaxamp.amp_stop`.
 
     Args:
         func: The function.
-        return_dtype: The dtype of the results' floats. By default the half precision in use when the function is
+        return_dtype: The dtype of the results' floats. The default is the half precision in use when the function is
             called; `None` is float32.
     """
 
@@ -222,14 +222,14 @@ def force_full_precision(func: Callable[..., Any], return_dtype: Any = half_prec
 class DynamicLossScaling(eqx.Module):
     """A loss scale that doubles after `period` finite steps, and is halved at an overflow.
 
-    A pytree, to be carried from step to step. `jaxamp.DynamicScalerState` is what moves it.
+    A pytree, to be carried from step to step. It moves by the rule of `jaxamp.DynamicScalerState`.
 
     Attributes:
         loss_scaling: The scale, float32.
         min_loss_scaling: The scale is not lowered below this.
         counter: Finite steps in this period.
-        factor: The scale is raised and lowered by this factor. It is never raised beyond 65504.
-        period: Finite steps it takes to raise the scale.
+        factor: The scale is raised and lowered by this factor. The scale is never raised above 65504.
+        period: How many finite steps it takes to raise the scale.
 
     >>> from jaxamp import mpx
     >>> scaling = mpx.DynamicLossScaling(8.0, min_loss_scaling=1.0, period=2)
@@ -247,39 +247,41 @@ class DynamicLossScaling(eqx.Module):
         self, loss_scaling: Any, min_loss_scaling: Any, factor: Any = 2, period: Any = 2000, counter: Any = None
     ):
         name, counter = "DynamicLossScaling", 0 if counter is None else counter
-        self.loss_scaling = as_scalar(name, "loss_scaling", loss_scaling, np.float32, "2.0**15")
-        self.min_loss_scaling = as_scalar(name, "min_loss_scaling", min_loss_scaling, np.float32, "1.0", positive=False)
-        self.counter = as_scalar(name, "counter", counter, np.int32, "0", positive=False)
-        as_scalar(name, "factor", factor, np.float32, "2")
-        as_scalar(name, "period", period, np.int32, "2000")
+        self.loss_scaling = checked_scalar(name, "loss_scaling", loss_scaling, np.float32, "2.0**15")
+        self.min_loss_scaling = checked_scalar(
+            name, "min_loss_scaling", min_loss_scaling, np.float32, "1.0", positive=False
+        )
+        self.counter = checked_scalar(name, "counter", counter, np.int32, "0", positive=False)
+        checked_scalar(name, "factor", factor, np.float32, "2")
+        checked_scalar(name, "period", period, np.int32, "2000")
         self.factor, self.period = factor, period
 
     def scale(self, tree: Tree) -> Tree:
-        """A pytree's floats times the scale, in float32 at least."""
-        return _scaled(tree, self.loss_scaling)
+        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        return scale_tree(tree, self.loss_scaling)
 
     def unscale(self, tree: Tree) -> Tree:
-        """A pytree's floats divided by the scale, in float32 at least."""
-        return unscaled(tree, self.loss_scaling)
+        """Divide a pytree's floats by the scale, in float32 or wider."""
+        return unscale_tree(tree, self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
         """The next loss scaling, given whether this step's gradients were finite."""
         check_bool("adjust", grads_finite, "loss_scaling.adjust(mpx.all_finite(grads))")
-        return self._after(self._state().adjust(grads_finite))
+        return self._with_state(self._as_state().adjust(grads_finite))
 
-    def _state(self) -> DynamicScalerState:
-        return as_state(
+    def _as_state(self) -> DynamicScalerState:
+        return state_from_counter(
             self.loss_scaling, self.counter, self.factor, self.period, self.min_loss_scaling, maximum=_FLOAT16_MAX
         )
 
-    def _after(self, state: DynamicScalerState) -> "DynamicLossScaling":
-        """Both bounds hold after a step, also for a scale that began beyond them."""
+    def _with_state(self, state: DynamicScalerState) -> "DynamicLossScaling":
+        """The loss scaling after a step. Both bounds hold, even if the scale started outside them."""
         scale = jnp.clip(state.scaler, state.min_scaler, state.max_scaler)
-        return eqx.tree_at(lambda x: (x.loss_scaling, x.counter), self, (scale, counter_of(state)))
+        return eqx.tree_at(lambda x: (x.loss_scaling, x.counter), self, (scale, counter_from_state(state)))
 
 
 def scaled(func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool = False) -> Callable[..., Any]:
-    """A function whose result is scaled; with `has_aux` the first of the two that it returns."""
+    """Scale the result of a function; with `has_aux`, the first of its two results."""
     _check_scaling("scaled", scaling)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -292,10 +294,9 @@ def scaled(func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool 
 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
-    """`a` where `pred` holds, else `b`, for a scalar bool. Leaves that are neither arrays nor numbers are `a`'s."""
+    """Return `a` if the scalar bool `pred` holds, else `b`. Leaves that aren't arrays or numbers come from `a`."""
     check_bool("select_tree", pred, "select_tree(mpx.all_finite(grads), new, old)")
-    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    return tree_where(pred, a, jax.tree.map(lambda x, y: y if isinstance(x, numbers) else x, a, b))
+    return tree_where(pred, a, jax.tree.map(lambda x, y: y if is_array_or_number(x) else x, a, b))
 
 
 # -- gradients
@@ -312,12 +313,13 @@ def filter_grad(
     """Differentiate a loss in mixed precision, with dynamic loss scaling.
 
     Args:
-        func: The loss. Its first argument's floating-point arrays are differentiated, as with `equinox.filter_grad`.
+        func: The loss. Gradients are taken with respect to the floating-point arrays of its first argument, as in
+            `equinox.filter_grad`.
         scaling: The loss scaling of this step.
         has_aux: Whether `func` returns `(loss, aux)`.
-        use_mixed_precision: If `False`, this is `equinox.filter_grad`: no cast of the arguments, no scaling.
-        use_amp: Run `jaxamp.amp(func)`, which decides for each operation, in place of casting all arguments to half
-            precision. The loss can then do without `force_full_precision`.
+        use_mixed_precision: If `False`, this is `equinox.filter_grad`: arguments are not cast, and nothing is scaled.
+        use_amp: Run `jaxamp.amp(func)`, which chooses a precision for each operation, instead of casting all arguments
+            to half precision. The loss can then do without `force_full_precision`.
 
     Returns:
         A function like `func` that returns `(scaling, grads_finite, grads)`, or `(scaling, grads_finite, grads, aux)`:
@@ -325,8 +327,8 @@ def filter_grad(
 
     **Sharp edges**
 
-    - Gradients that are not finite come back as they are. Give `grads_finite` to `optimizer_update`.
-    - With `use_amp`, call it inside of `jit`. Outside, each call compiles the loss anew.
+    - Non-finite gradients are returned as they are. Pass `grads_finite` to `optimizer_update`.
+    - With `use_amp`, call it inside `jit`. Outside, each call compiles the loss again.
     """
     _check_scaling("filter_grad", scaling)
 
@@ -375,9 +377,9 @@ def _differentiate(
         else:
             loss, (args, kwargs) = func, cast_to_half_precision((args, kwargs))
         step = dynamic_scale_value_and_grad(loss, has_aux=has_aux)
-        state, (out, grads) = step(*args, dynamic_scaler_state=scaling._state(), **kwargs)
+        state, (out, grads) = step(*args, dynamic_scaler_state=scaling._as_state(), **kwargs)
         out = (cast_to_full_precision(out[0]), out[1]) if has_aux else cast_to_full_precision(out)
-        return out, scaling._after(state), state.finite, grads
+        return out, scaling._with_state(state), state.finite, grads
 
     return mixed if use_mixed_precision else plain
 
@@ -385,10 +387,10 @@ def _differentiate(
 def calculate_scaled_grad(
     func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool = False, use_mixed_precision: bool = True
 ) -> Callable[..., Any]:
-    """The loss and its gradients, both scaled, for `scaling.unscale`. The gradients are in half precision.
+    """Compute the loss and its gradients, both scaled, for `scaling.unscale`. The gradients are in half precision.
 
-    It returns `(value, grads)`, or `((value, aux), grads)`. To get them unscaled, use `filter_value_and_grad`, which
-    does not multiply the loss.
+    The function returns `(value, grads)`, or `((value, aux), grads)`. For unscaled ones, use `filter_value_and_grad`,
+    which never multiplies the loss.
     """
     _check_scaling("calculate_scaled_grad", scaling)
 

@@ -1,10 +1,9 @@
-"""Multiplying by a loss scale, and dividing by it.
+"""Start the backward pass from the loss scale.
 
-The law: a loss is never multiplied. The backward pass starts from the scale in place of one, in the loss's own dtype;
-what it makes is divided by the same scale, in float32 at least.
+The law: the loss is never multiplied. The backward pass starts from the scale instead of one, in the loss's own dtype,
+and the resulting gradients are divided by the same scale (`scale_tree.py`).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,68 +12,48 @@ import numpy as np
 from jax import lax
 
 from .._compat import varying_axes
-from .._tree import is_inexact, wider
+from .._tree import wider_dtype
 from .state import FLOAT32_MAX
 
 
 @jax.custom_jvp
 def _seed(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """`x`, whose derivative is multiplied by `scale`: a cotangent of one goes on as `scale`."""
+    """Return `x`, with its derivative multiplied by `scale`: a cotangent of one is passed on as `scale`."""
     return x
 
 
 @_seed.defjvp
 def _seed_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     x, scale = primals
-    wide = wider(x.dtype, jnp.float32)
+    wide = wider_dtype(x.dtype, jnp.float32)
     return _seed(x, scale), (tangents[0].astype(wide) * scale.astype(wide)).astype(x.dtype)
 
 
-def seeded(name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
+def scale_cotangent(name: str, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return `x`, with its cotangent multiplied by `scale`. `name` is the caller in error messages."""
     if axes := varying_axes(scale) - varying_axes(x):
         raise ValueError(
             f"{name} got a scale that differs along {sorted(axes)} of the shard_map, and a loss that does not; "
-            "expected devices with one loss to have one scale. Give these axes in axis_name too."
+            "expected devices that share a loss to share its scale. Add these axes to axis_name."
         )
     return _seed(x, scale)
 
 
 def largest_cotangent(dtype: Any) -> float:
-    """The largest scale that is a cotangent of a float of this dtype: for a short one, a power of two."""
-    return 2.0 ** float(np.floor(np.log2(float(jnp.finfo(dtype).max)))) if _is_short(dtype) else FLOAT32_MAX
+    """The largest scale that fits a cotangent of this dtype; below float32 precision, a power of two."""
+    if not _is_below_float32(dtype):
+        return FLOAT32_MAX
+    return 2.0 ** float(np.floor(np.log2(float(jnp.finfo(dtype).max))))
 
 
-def _is_short(dtype: Any) -> bool:
+def _is_below_float32(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).nmant < 23
 
 
 def as_cotangent(scale: jax.Array, dtype: Any) -> jax.Array:
-    """The scale that the loss will in fact have as its cotangent: rounded to its dtype, and within its range."""
-    if not _is_short(dtype):
+    """The scale as the loss's cotangent will hold it: rounded to the loss's dtype and clipped to its range."""
+    if not _is_below_float32(dtype):
         return scale
     info = jnp.finfo(dtype)
     rounded = lax.reduce_precision(scale, info.nexp, info.nmant)  # XLA would drop a cast and its reverse
     return jnp.minimum(rounded, largest_cotangent(dtype))
-
-
-def scaled(tree: Any, scale: jax.Array) -> Any:
-    """A pytree's floats multiplied by `scale`, in float32 at least."""
-    return _each_float(tree, scale, jnp.multiply)
-
-
-def unscaled(tree: Any, scale: jax.Array) -> Any:
-    """A pytree's floats divided by `scale`, in float32 at least."""
-    # XLA divides by a scalar with its reciprocal, which it flushes to zero for the largest scales.
-    shrink = jnp.where(jnp.asarray(scale) > 2.0**100, jnp.float32(2.0**-100), jnp.float32(1))
-    return _each_float(tree, scale * shrink, lambda x, s: x * shrink.astype(x.dtype) / s)
-
-
-def _each_float(tree: Any, scale: jax.Array, op: Callable[..., Any]) -> Any:
-    def leaf(x: Any) -> Any:
-        if not (is_inexact(x) or isinstance(x, float | complex)):
-            return x
-        x = jnp.asarray(x)  # NumPy's float64 is float32, unless the user asked for 64 bits
-        wide = wider(x.dtype, jnp.float32)
-        return op(x.astype(wide), jnp.asarray(scale).astype(wide))
-
-    return jax.tree.map(leaf, tree)

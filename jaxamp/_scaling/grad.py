@@ -1,8 +1,8 @@
 """Gradients through a dynamic loss scaler: `dynamic_scale_grad`, `dynamic_scale_value_and_grad`, `dynamic_scale_tx`.
 
-The law: what comes back is what the plain transform gives, beside the next state of the scaler. The loss and aux are
-untouched. Gradients are made with a cotangent of `scaler` in place of one (`_scale.py`), and judged and made anew where
-they overflow (`_redo.py`).
+The law: the results are those of the plain transform, along with the next state of the scaler. The loss and aux are
+untouched. The backward pass starts from the scale instead of one (`cotangent.py`); the gradients are unscaled, checked,
+and recomputed if they overflow (`evaluation.py`, `step.py`, `retry.py`).
 """
 
 import functools
@@ -16,28 +16,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import is_inexact
-from .cotangent import as_cotangent, seeded
-from .retry import Evaluated, evaluated, step
+from .._tree import is_inexact_array, is_inexact_array_like, is_none
+from .cotangent import as_cotangent, scale_cotangent
+from .evaluation import Evaluation, evaluation_of
 from .state import DynamicScalerState, check_state
+from .step import scaler_step
 
 _STATE = "dynamic_scaler_state"
 
 
-def _takes_state(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The name of `fun`, and its signature with `dynamic_scaler_state`: `equinox.filter_jit` binds arguments to it."""
+def _wraps_with_state(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a wrapper the name of `fun`, and its signature plus `dynamic_scaler_state`.
+
+    `equinox.filter_jit` binds arguments to the signature.
+    """
 
     def wrap(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         functools.update_wrapper(wrapper, fun, updated=())
-        del wrapper.__wrapped__  # type: ignore[attr-defined]  # the arrays of an Equinox module would hang on to it
+        del wrapper.__wrapped__  # type: ignore[attr-defined]  # it would keep the arrays of an Equinox module alive
         try:
             signature = inspect.signature(fun)
         except (TypeError, ValueError):  # some builtins have none
             return wrapper
         if _STATE in signature.parameters:
             raise TypeError(
-                f"{wrapper.__name__} takes an argument {_STATE!r} already; expected a function without one, for it is "
-                "added here. Rename that argument."
+                f"{wrapper.__name__} already takes an argument {_STATE!r}; expected a function without it, because "
+                "jaxamp adds it. Rename that argument."
             )
         parameters = list(signature.parameters.values())
         extra = inspect.Parameter(_STATE, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -69,10 +73,10 @@ def dynamic_scale_grad(
     """
     name = "dynamic_scale_grad"
 
-    def form(value: Any, aux: Any, grads: Any) -> Any:
+    def assemble(value: Any, aux: Any, grads: Any) -> Any:
         return (grads, aux) if has_aux else grads
 
-    return _dynamic_scale(name, fun, form, has_aux, redo_on_nan, filter, axis_name, kwargs)
+    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, kwargs)
 
 
 def dynamic_scale_value_and_grad(
@@ -86,25 +90,26 @@ def dynamic_scale_value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate a loss with dynamic loss scaling.
 
-    The backward pass starts from the scale in place of one, so that small gradients don't vanish in float16; the
-    gradients are divided by it afterwards, in float32. The loss itself is never multiplied, so it can't overflow; both
-    it and aux come back as they are. Whether the step counts as finite is judged on the gradients alone.
+    The backward pass starts from the scale instead of one, so that small gradients don't vanish in float16; afterwards
+    the gradients are divided by it, in float32. The loss itself is never multiplied, so scaling can't make it overflow;
+    the loss and aux come back unchanged. Only the gradients decide whether the step counts as finite.
 
     Args:
         fun: The loss, most often `jaxamp.amp(loss_fn)`. Returns a scalar, or `(scalar, aux)`.
         has_aux: Whether `fun` returns a pair, as in `jax.value_and_grad`.
-        redo_on_nan: How many times to recompute non-finite gradients at a smaller scale, inside of the compiled step.
-            If none of them is finite, the last ones are returned as they are, the scale is lowered once, and `skipped`
-            in the state counts the step. If the loss is not finite itself, no scale would help, and none is tried.
-        filter: Differentiate with `equinox.filter_value_and_grad`: the first argument's floating-point arrays. If
-            `False`, with `jax.value_and_grad`, and `argnums`, `holomorphic` and `allow_int` go there.
-        axis_name: In `pmap` and `shard_map`, the axis or axes along which all devices take part in one step: they agree
-            on whether it was finite. Under `jit` with sharded arrays there is nothing to agree on.
-        **kwargs: For `jax.value_and_grad`, if `filter` is `False`.
+        redo_on_nan: How many times to recompute non-finite gradients at a smaller scale, inside the compiled step. If
+            they never become finite, the last ones are returned as they are, the scale is lowered once, and `skipped`
+            in the state counts the step. If the loss itself is not finite, no scale would help, and none is tried.
+        filter: If `True`, differentiate the first argument's floating-point arrays, with
+            `equinox.filter_value_and_grad`. If `False`, use `jax.value_and_grad`, which takes `argnums`, `holomorphic`
+            and `allow_int`.
+        axis_name: In `pmap` and `shard_map`, the axis or axes along which all devices take part in one step, so that
+            they agree on whether it was finite. Not needed under `jit`, where sharded arrays are seen as a whole.
+        **kwargs: Passed to `jax.value_and_grad` if `filter` is `False`.
 
     Returns:
         A function like `fun` with the keyword `dynamic_scaler_state`, a `DynamicScalerState`. It returns
-        `(next_state, (value, grads))`, or `(next_state, ((value, aux), grads))`. Gradients are float32 at least, also
+        `(next_state, (value, grads))`, or `(next_state, ((value, aux), grads))`. Gradients are float32 or wider, even
         those of float16 parameters.
 
     >>> import jax.numpy as jnp, jaxamp
@@ -117,58 +122,59 @@ def dynamic_scale_value_and_grad(
 
     **Sharp edges**
 
-    - Gradients that are not finite come back as they are. Give `state.finite` to `jaxamp.update_if_finite`.
+    - Non-finite gradients are returned as they are. Pass `state.finite` to `jaxamp.update_if_finite`.
     - In `pmap`, and in `shard_map` where the gradients differ between devices, leave out `axis_name` only if each
-      device trains a model of its own. With `redo_on_nan` devices that don't agree would wait for each other for ever.
-    - A loss of dtype float16 has a float16 cotangent, which holds scales up to 2**15: the state's scale stays there.
-    - Outside of `jit`, `redo_on_nan` compiles its loop at each call, which takes about a second. With it, the result
-      has no reverse-mode derivative of its own.
+      device trains its own model. With `redo_on_nan`, devices that disagree would wait for each other forever.
+    - A float16 loss has a float16 cotangent, which holds scales up to 2**15, so the state's scale stays within that.
+    - Outside `jit`, `redo_on_nan` compiles its loop at each call, which takes about a second. With `redo_on_nan`, the
+      result can't be differentiated again in reverse mode.
     """
     name = "dynamic_scale_value_and_grad"
 
-    def form(value: Any, aux: Any, grads: Any) -> Any:
+    def assemble(value: Any, aux: Any, grads: Any) -> Any:
         return ((value, aux), grads) if has_aux else (value, grads)
 
-    return _dynamic_scale(name, fun, form, has_aux, redo_on_nan, filter, axis_name, kwargs)
+    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, kwargs)
 
 
 def _dynamic_scale(
     name: str,
     fun: Callable[..., Any],
-    form: Callable[[Any, Any, Any], Any],
+    assemble: Callable[[Any, Any, Any], Any],
     has_aux: bool,
     redo_on_nan: int,
     filter: bool,
     axis_name: Any,
     kwargs: dict[str, Any],
 ) -> Callable[..., Any]:
+    """Differentiate `fun` with loss scaling; `assemble` arranges value, aux and gradients as the user gets them."""
     _check_options(name, fun, redo_on_nan)
     if filter and kwargs:
         raise TypeError(
-            f"{name} got {', '.join(kwargs)} with filter=True; expected them with filter=False only. Equinox "
-            f"differentiates the first argument: move it there, or write {name}(fun, filter=False, ...)."
+            f"{name} got {', '.join(kwargs)} with filter=True; expected them only with filter=False. Equinox always "
+            f"differentiates the first argument: put it first, or write {name}(fun, filter=False, ...)."
         )
 
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
-    @_takes_state(fun)
+    @_wraps_with_state(fun)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
         if filter:
-            _check_filtered(name, args)
+            _check_first_argument(name, args)
         else:
-            _check_unfiltered(name, args, kwargs)
+            _check_argnums(name, args, kwargs)
 
-        def evaluate(scale: jax.Array) -> Evaluated:
+        def evaluate(scale: jax.Array) -> Evaluation:
             def loss(*args: Any, **f_kwargs: Any) -> Any:
-                value, aux = _as_loss(name, fun(*args, **f_kwargs), has_aux)
+                value, aux = _split_loss(name, fun(*args, **f_kwargs), has_aux)
                 used = as_cotangent(scale, value.dtype)
-                return seeded(name, value, used), (used, aux)
+                return scale_cotangent(name, value, used), (used, aux)
 
             (value, (used, aux)), grads = transform(loss, has_aux=True, **kwargs)(*args, **f_kwargs)
-            return evaluated(grads, used, axis_name, functools.partial(form, value, aux), value)
+            return evaluation_of(grads, used, axis_name, functools.partial(assemble, value, aux), value)
 
-        return step(evaluate, state, redo_on_nan)
+        return scaler_step(evaluate, state, redo_on_nan)
 
     return scaled_grad
 
@@ -180,19 +186,19 @@ def dynamic_scale_tx(
     where: Callable[[Any], Any] | None = None,
     axis_name: Any = None,
 ) -> Callable[..., Any]:
-    """Give any transform that makes gradients a dynamic loss scaler.
+    """Add a dynamic loss scaler to any transform that computes gradients.
 
     Args:
         transform: Takes a function and returns one that differentiates it: `jax.grad`, `jax.jacrev`, a per-example
-            gradient, one of your own.
+            gradient, or your own.
         redo_on_nan: As for `dynamic_scale_value_and_grad`.
-        where: From the results of the transformed function to the gradients among them, as in `equinox.tree_at`. Left
-            out, they are what JAX and Equinox return: all results, the first with `has_aux=True`, the second for
-            `value_and_grad`.
+        where: Picks the gradients out of the results of the transformed function, as in `equinox.tree_at`. By default,
+            gradients are expected where JAX and Equinox return them: all results; the first with `has_aux=True`; the
+            second for `value_and_grad`.
         axis_name: As for `dynamic_scale_value_and_grad`.
 
     Returns:
-        A transform. The functions that it makes take the keyword `dynamic_scaler_state` and return
+        A transform. The functions it returns take the keyword `dynamic_scaler_state` and return
         `(next_state, results)`.
 
     >>> import jax, jax.numpy as jnp, jaxamp
@@ -204,44 +210,44 @@ def dynamic_scale_tx(
 
     **Sharp edges**
 
-    - A transform of your own that returns more than gradients needs `where`. What is not in it comes back as it is.
-    - The transform is applied at each call. If it compiles, it compiles each time: put `jit` around the whole.
-    - A result of dtype float16 has a float16 cotangent. A scale beyond 2**15 overflows there, and is lowered.
+    - If your own transform returns more than gradients, it needs `where`. The other results come back unchanged.
+    - The transform is applied at each call. If it compiles, it compiles each time: put `jit` around the outermost call.
+    - A float16 result has a float16 cotangent. A scale above 2**15 overflows there and gets lowered.
     """
     name = "dynamic_scale_tx"
     _check_options(name, transform, redo_on_nan)
 
     def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         has_aux = bool(kwargs.get("has_aux", False))
-        grads_of = where or _gradients(transform, has_aux)
+        grads_of = where or _default_where(transform, has_aux)
 
-        @_takes_state(fun)
+        @_wraps_with_state(fun)
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
-            def evaluate(scale: jax.Array) -> Evaluated:
-                def seed(x: Any) -> Any:
-                    return seeded(name, jnp.asarray(x), scale) if is_inexact(x) else x
+            def evaluate(scale: jax.Array) -> Evaluation:
+                def scale_leaf(x: Any) -> Any:
+                    return scale_cotangent(name, jnp.asarray(x), scale) if is_inexact_array(x) else x
 
-                def seeded_fun(*f_args: Any, **f_kwargs: Any) -> Any:
+                def fun_with_scaled_cotangent(*f_args: Any, **f_kwargs: Any) -> Any:
                     out = fun(*f_args, **f_kwargs)
-                    return (jax.tree.map(seed, out[0]), out[1]) if has_aux else jax.tree.map(seed, out)
+                    return (jax.tree.map(scale_leaf, out[0]), out[1]) if has_aux else jax.tree.map(scale_leaf, out)
 
-                results = transform(seeded_fun, *args, **kwargs)(*f_args, **f_kwargs)
+                results = transform(fun_with_scaled_cotangent, *args, **kwargs)(*f_args, **f_kwargs)
                 if grads_of is None:
-                    return evaluated(results, scale, axis_name, lambda grads: grads)
-                put = functools.partial(eqx.tree_at, grads_of, results, is_leaf=lambda x: x is None)
-                return evaluated(grads_of(results), scale, axis_name, put)
+                    return evaluation_of(results, scale, axis_name, lambda grads: grads)
+                put_back = functools.partial(eqx.tree_at, grads_of, results, is_leaf=is_none)
+                return evaluation_of(grads_of(results), scale, axis_name, put_back)
 
-            return step(evaluate, state, redo_on_nan)
+            return scaler_step(evaluate, state, redo_on_nan)
 
         return scaled_fun
 
     return scaled_transform
 
 
-def _gradients(transform: Any, has_aux: bool) -> Callable[[Any], Any] | None:
-    """Where JAX's and Equinox's transforms have the gradients in their results; None if there is nothing else."""
+def _default_where(transform: Any, has_aux: bool) -> Callable[[Any], Any] | None:
+    """Pick the gradients out of the results of JAX's and Equinox's transforms; None if all results are gradients."""
     if transform in (jax.value_and_grad, eqx.filter_value_and_grad):
         return lambda results: results[1]
     return (lambda results: results[0]) if has_aux else None
@@ -259,7 +265,7 @@ def _check_options(name: str, fun: Any, redo_on_nan: Any) -> None:
     if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer) or redo_on_nan < 0:
         raise ValueError(
             f"{name} got redo_on_nan={redo_on_nan!r}; expected a number of recomputations, 0 or more. "
-            "Write redo_on_nan=3, or leave it out to skip such steps."
+            "Write redo_on_nan=3, or leave it out to skip steps that overflow."
         )
 
 
@@ -267,58 +273,57 @@ def _pop_state(name: str, kwargs: dict[str, Any]) -> DynamicScalerState:
     state = kwargs.pop(_STATE, None)
     if state is None:
         raise TypeError(
-            f"the function that {name} made was called without dynamic_scaler_state; expected a DynamicScalerState in "
-            "that keyword. Write grad_fn(..., dynamic_scaler_state=state), with state = jaxamp.DynamicScalerState() at "
-            "the beginning."
+            f"a function returned by {name} was called without dynamic_scaler_state; expected a DynamicScalerState. "
+            "Write grad_fn(..., dynamic_scaler_state=state), starting from state = jaxamp.DynamicScalerState()."
         )
     check_state(name, state)
     return state
 
 
-def _as_loss(name: str, out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """The loss and aux of what the user's function returned."""
+def _split_loss(name: str, out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """Split the output of the user's function into the loss and aux."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
-            f"{name} got a function that returned {_described(out)}; with has_aux=True, expected a pair. "
+            f"{name} got a function that returned {_describe(out)}; with has_aux=True, expected a pair. "
             "Write `return loss, aux`."
         )
     value, aux = out if has_aux else (out, None)
-    if not (is_inexact(value) or isinstance(value, float | complex)) or np.shape(value):
-        several = isinstance(value, tuple) and not has_aux
+    if not is_inexact_array_like(value) or np.shape(value):
+        maybe_aux = isinstance(value, tuple) and not has_aux
         raise TypeError(
-            f"{name} got a function whose loss is {_described(value)}; expected one floating-point number. "
-            + ("Write has_aux=True if it is (loss, aux)." if several else "Reduce it, for instance with jnp.mean.")
+            f"{name} got a function whose loss is {_describe(value)}; expected one floating-point number. "
+            + ("Write has_aux=True if it is (loss, aux)." if maybe_aux else "Reduce it, for instance with jnp.mean.")
         )
     return jnp.asarray(value), aux
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else repr(x)
 
 
-def _check_filtered(name: str, args: tuple[Any, ...]) -> None:
-    """Equinox returns no gradients at all where there is nothing to differentiate, and that would count as finite."""
+def _check_first_argument(name: str, args: tuple[Any, ...]) -> None:
+    """Refuse a first argument without floats: Equinox would return no gradients, and that would count as finite."""
     if args and not any(eqx.is_inexact_array(x) for x in jax.tree.leaves(args[0])):
         raise TypeError(
             f"{name} found no floating-point array in the first argument, of type {type(args[0]).__name__}; expected "
-            "the parameters there. Put them first, or write filter=False with argnums=."
+            "the parameters there. Put them first, or write filter=False and argnums=."
         )
 
 
-def _check_unfiltered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """JAX refuses integers too, later, and can't say what to write with us."""
+def _check_argnums(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse integers: JAX refuses them too, but later, and its message doesn't know about `filter`."""
     if kwargs.get("allow_int"):
         return
     argnums = kwargs.get("argnums", 0)
     for i in map(operator.index, argnums if isinstance(argnums, tuple | list) else (argnums,)):
         if not -len(args) <= i < len(args):
-            return  # JAX says so
+            return  # JAX raises the error
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):
             dtype = jnp.result_type(leaf) if isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype") else None
             if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
-                    f"{name} was asked for the gradient by argument {i}{jax.tree_util.keystr(path)}, of dtype {dtype}; "
-                    "expected floating-point numbers. Write filter=True to pass over such leaves, or allow_int=True."
+                    f"{name} was asked to differentiate argument {i}{jax.tree_util.keystr(path)}, of dtype {dtype}; "
+                    "expected floating-point numbers. Write filter=True to skip such leaves, or allow_int=True."
                 )

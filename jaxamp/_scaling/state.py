@@ -1,7 +1,7 @@
 """The state of a dynamic loss scaler, and the rule by which it moves.
 
 The law: the scale is never infinite, zero or NaN, and it only moves by the rule below. Gradients are divided by the
-scale that they were made with, never by the next one (`_redo.py`).
+scale they were made with, never by the next one (`evaluation.py`).
 
     on a finite step:
         skipped = 0
@@ -35,36 +35,37 @@ _TINY, FLOAT32_MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.
 class DynamicScalerState(NamedTuple):
     """A dynamic loss scaler: a pytree of scalars, to be carried from step to step and saved in checkpoints.
 
-    Arrays, NumPy scalars and Python numbers are accepted for each field. The first five are those of jaxamp 0.0.4.
-    `state.as_arrays()` makes arrays of all: Orbax restores into nothing else, `scan` and `cond` want the dtypes that a
-    step returns, Equinox takes Python numbers for static, and a step is traced anew once they have become arrays.
+    Each field may be an array, a NumPy scalar or a Python number. The first five fields are those of jaxamp 0.0.4.
+    `state.as_arrays()` turns all fields into arrays, which you need in four cases: Orbax restores only into arrays;
+    `scan` and `cond` require the dtypes that a step returns; Equinox treats Python numbers as static; and a step that
+    starts from Python numbers is traced a second time when they come back as arrays.
 
     Attributes:
         patience: How many finite steps to wait before the one that raises the scale.
         adjust_factor: The scale is raised by this factor.
-        scaler: The loss scale: that of the next step's gradients.
+        scaler: The loss scale of the next step.
         count: Finite steps since the scale last changed.
         total_resets: How often gradients were infinite or NaN, recomputed ones included.
         min_scaler: The scale is not lowered below this. May be less than 1. The default is float16's smallest normal
-            number: the gradient of the loss itself would be lost below it.
-        max_scaler: The scale is not raised above this. One that begins beyond a bound is not moved by it.
+            number: below it, the gradient of the loss itself would underflow.
+        max_scaler: The scale is not raised above this. A scale that starts outside the bounds is not moved into them.
         backoff_factor: The scale is lowered by this factor; `None` is `1 / adjust_factor`.
-        hysteresis: How many overflows it takes to lower the scale; refilled when the scale is raised.
-        overflows: Overflows counted against `hysteresis` so far.
+        hysteresis: How many overflows it takes to lower the scale. The count restarts when the scale is raised.
+        overflows: Overflows counted towards `hysteresis` so far.
         accumulate: Micro-batches per optimizer step, as for `optax.MultiSteps`. `count` and `patience` are in optimizer
             steps, and the scale is raised only between two of them.
-        micro: Finite micro-batches of the present optimizer step.
+        micro: Finite micro-batches of the current optimizer step.
         skipped: Steps skipped in a row: zero if the last gradients were finite.
         total_redos: How often gradients were recomputed at a smaller scale (`redo_on_nan`).
-        underflow: The share of the last finite gradients' entries that were zero, or subnormal in float16, at the scale
-            they were made with. Entries that are zero at any scale are in it.
+        underflow: The share of entries of the last finite gradients that were zero, or subnormal in float16, at the
+            scale they were made with. It includes entries that are zero at any scale.
 
     >>> state = DynamicScalerState(patience=1, scaler=8.0)
     >>> [float((state := state.adjust(finite)).scaler) for finite in (True, True, False)]
     [8.0, 16.0, 8.0]
     """
 
-    # NumPy's scalars have a dtype of their own, as the arrays of later steps do, and start no backend.
+    # NumPy scalars have the dtypes of the arrays that later steps return, and start no backend.
     patience: Scalar = np.int32(2000)
     adjust_factor: Scalar = np.float32(2.0)
     scaler: Scalar = np.float32(2**15)
@@ -91,7 +92,7 @@ class DynamicScalerState(NamedTuple):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> Self:
-        """PyTorch's `GradScaler`: no bounds but those of float32."""
+        """PyTorch's `GradScaler`: bounded only by the range of float32."""
         return cls._scheme("torch", growth_interval, growth_factor, backoff_factor, init_scale, _TINY, hysteresis=1)
 
     @classmethod
@@ -123,7 +124,7 @@ class DynamicScalerState(NamedTuple):
 
     @classmethod
     def static(cls, scale: float) -> Self:
-        """A scale that never moves. Overflows are still seen and counted."""
+        """A scale that never moves. Overflows are still detected and counted."""
         return _as_numpy("static", cls(adjust_factor=1.0, scaler=scale))
 
     @classmethod
@@ -135,11 +136,11 @@ class DynamicScalerState(NamedTuple):
     def _scheme(
         cls, name: str, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
     ) -> Self:
-        """Where others count the step that raises the scale too: they raise after `interval`, not one step later."""
+        """A scheme whose `interval` between raises includes the raising step, which `patience` does not count."""
         if not interval >= 2:
             raise ValueError(
                 f"{name} got an interval of {interval!r} between two raises of the scale; expected at least 2 steps. "
-                f"Leave it out for the scheme's own default, as in DynamicScalerState.{name}()."
+                f"Leave it out for the scheme's default, as in DynamicScalerState.{name}()."
             )
         return _as_numpy(
             name,
@@ -158,7 +159,7 @@ class DynamicScalerState(NamedTuple):
 
     @property
     def finite(self) -> jax.Array:
-        """Whether the last gradients were finite, as a scalar bool: what `update_if_finite` asks for."""
+        """Whether the last gradients were finite, as a scalar bool, for `update_if_finite`."""
         return jnp.equal(self.skipped, 0)
 
     def adjust(self, finite: Scalar) -> Self:
@@ -180,13 +181,13 @@ class DynamicScalerState(NamedTuple):
         )
 
     def _raised(self) -> jax.Array:
-        """The bounds stop a move, they are no cause of one: a scale that began above `max_scaler` stays."""
+        """The scale after a raise. Bounds limit moves but cause none: a scale that starts above `max_scaler` stays."""
         raised = self.scaler * self.adjust_factor
         bounded = jnp.maximum(self.scaler, jnp.minimum(raised, self.max_scaler))
         return jnp.where(jnp.isfinite(raised), bounded, self.scaler)
 
     def lowered(self, scale: jax.Array) -> jax.Array:
-        """The scale after an overflow at `scale`: the same one where it may fall no further."""
+        """The scale after an overflow at `scale`; unchanged if it can't fall any further."""
         lowered = scale / self.adjust_factor if self.backoff_factor is None else scale * self.backoff_factor
         return jnp.minimum(scale, jnp.maximum(lowered, self._floor()))
 
@@ -194,34 +195,33 @@ class DynamicScalerState(NamedTuple):
         return jnp.where(self.min_scaler > _TINY, self.min_scaler, _TINY)
 
     def as_arrays(self) -> Self:
-        """The state with each field an array of its own dtype, whatever numbers it was made with.
+        """Return the state with each field as an array of its own dtype.
 
-        A scale that is infinite, NaN or not positive can't be refused inside of `jit`: it becomes the nearest one that
-        works.
+        A scale that is infinite, NaN or not positive can't be refused inside `jit`; it becomes the nearest valid one.
         """
-        s = type(self)(*(None if x is None else jnp.asarray(x, kind) for x, kind in zip(self, _KINDS, strict=True)))
+        s = type(self)(*(None if x is None else jnp.asarray(x, dtype) for x, dtype in zip(self, _DTYPES, strict=True)))
         return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, FLOAT32_MAX), s._floor()))
 
 
-_KINDS = tuple(np.float32 if x is None else x.dtype for x in DynamicScalerState())
+_DTYPES = tuple(np.float32 if x is None else x.dtype for x in DynamicScalerState())
 DynamicLossScaler = DynamicScalerState
 
 
 def _as_numpy(name: str, state: DynamicScalerState) -> Any:
-    """A state made of Python numbers in its dtypes, so that the second step is not traced anew."""
-    with np.errstate(over="ignore"):  # what overflows is refused
-        kinds = map(np.dtype, _KINDS)
-        state = type(state)(*(None if x is None else kind.type(x) for x, kind in zip(state, kinds, strict=True)))
+    """Convert a state's Python numbers to NumPy scalars of its dtypes, so that the second step needs no new trace."""
+    with np.errstate(over="ignore"):  # check_state refuses numbers that overflow
+        dtypes = map(np.dtype, _DTYPES)
+        state = type(state)(*(None if x is None else dtype.type(x) for x, dtype in zip(state, dtypes, strict=True)))
     check_state(f"DynamicScalerState.{name}", state)
     return state
 
 
 def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
-    """What a state has to tell, as Python numbers for a log. It waits for the step that made the state.
+    """Summarize a state as Python numbers, for logging. Waits for the step that computes the state.
 
-    `scale` is the scale of the next step, `skipped` the steps skipped in a row, `total_skipped` the steps skipped so
-    far, `total_redone` how often gradients were recomputed, and `underflow` the share of gradient entries that were
-    zero, or subnormal in float16, in the last finite step.
+    `scale` is the scale of the next step, `skipped` the number of steps skipped in a row, `total_skipped` the number
+    skipped so far, `total_redone` how often gradients were recomputed, and `underflow` the share of gradient entries
+    that were zero, or subnormal in float16, in the last finite step.
 
     >>> scaler_metrics(DynamicScalerState())
     {'scale': 32768.0, 'skipped': 0, 'total_skipped': 0, 'total_redone': 0, 'underflow': 0.0}
@@ -230,13 +230,14 @@ def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
     if any(isinstance(x, jax.core.Tracer) for x in state):
         raise TypeError(
             "scaler_metrics got a state that is being traced; expected one with values. Return the state from the "
-            "jitted step, and call scaler_metrics on it outside."
+            "jitted step, and call scaler_metrics on it outside jit."
         )
-    numbers = {name: np.ravel(x)[0].item() for name, x in state._asdict().items() if x is not None}  # pmap: one of many
+    # `pmap` returns one state for each device; take the first.
+    numbers = {name: np.ravel(x)[0].item() for name, x in state._asdict().items() if x is not None}
     return {
         "scale": numbers["scaler"],
         "skipped": numbers["skipped"],
-        "total_skipped": numbers["total_resets"] - numbers["total_redos"],  # what overflowed and was not made anew
+        "total_skipped": numbers["total_resets"] - numbers["total_redos"],  # overflows that were not retried
         "total_redone": numbers["total_redos"],
         "underflow": numbers["underflow"],
     }
@@ -249,7 +250,7 @@ _POSITIVE = ("patience", "scaler", "backoff_factor", "hysteresis", "accumulate",
 
 
 def check_state(name: str, state: Any) -> None:
-    """Refuse what is no state, and a state with values that can't work, where they are known."""
+    """Check the type of a state, and those of its values that are not traced."""
     _check_type(name, state)
     for field, value in state._asdict().items():
         if isinstance(value, jax.core.Tracer) or (value is None and field == "backoff_factor"):
@@ -260,7 +261,7 @@ def check_state(name: str, state: Any) -> None:
         if not 0 <= number < float("inf") or (positive and not number):
             expected = "a positive, finite number" if positive else "a finite number, 0 or more"
         elif (field == "adjust_factor" and number < 1) or (field == "backoff_factor" and number > 1):
-            expected = "1 or more, for it raises the scale" if number < 1 else "1 or less, for it lowers the scale"
+            expected = "1 or more, to raise the scale" if number < 1 else "1 or less, to lower the scale"
         else:
             continue
         raise ValueError(
@@ -273,7 +274,7 @@ def _check_number(name: str, field: str, value: Any) -> None:
     if np.ndim(value):
         raise TypeError(
             f"{name} got a state with {field} of shape {np.shape(value)}; expected a number. In pmap and vmap, call it "
-            "on the state inside, where each field is a scalar."
+            "on the state inside the mapped function, where each field is a scalar."
         )
     if value is None or not jnp.issubdtype(np.asarray(value).dtype, np.number):
         raise TypeError(
@@ -291,5 +292,5 @@ def _check_type(name: str, state: Any) -> None:
     if not isinstance(state, DynamicScalerState):
         raise TypeError(
             f"{name} got {state!r}, of type {type(state).__name__}, as a scaler's state; expected a DynamicScalerState."
-            " Write dynamic_scaler_state=jaxamp.DynamicScalerState(), and pass on the state that each step returns."
+            " Write dynamic_scaler_state=jaxamp.DynamicScalerState(), then pass the state that each step returns."
         )

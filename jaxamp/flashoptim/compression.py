@@ -1,4 +1,4 @@
-"""Weights as low-precision parameters and corrections, as flashoptim-jax has them."""
+"""Weights as low-precision parameters and corrections, in flashoptim-jax's form."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from .._tree import cast_floating
-from ..optim._paths import flatten, flatten_like
 from ..optim._storage import Storage
-from ..optim._weights import LOW, correction_dtype, join, split
+from ..optim._tree_paths import flatten, flatten_like
+from ..optim._weight_codec import LOW_DTYPES, correction_dtype, join, split
 
 
 def no_ecc_leaf() -> jax.Array:
-    """What stands where there is no correction: an int32 zero."""
+    """The placeholder for an absent correction: an int32 zero."""
     return jnp.zeros((), jnp.int32)
 
 
@@ -24,19 +24,19 @@ def check_bits(bits: Any) -> None:
 
 
 def cast_tree_bf16(tree: Any) -> Any:
-    """A pytree with its floats in bfloat16."""
+    """Cast a pytree's floats to bfloat16."""
     return cast_floating(tree, jnp.bfloat16)
 
 
 def has_ecc(theta_lp: Any, rho: Any) -> bool:
     """Whether a parameter has a correction."""
-    return jnp.asarray(theta_lp).dtype in LOW and jnp.asarray(rho).dtype in (jnp.int8, jnp.int16)
+    return jnp.asarray(theta_lp).dtype in LOW_DTYPES and jnp.asarray(rho).dtype in (jnp.int8, jnp.int16)
 
 
 def split_leaf(
     theta: Any, narrow_dtype: Any = jnp.bfloat16, master_weight_bits: int | None = 24
 ) -> tuple[jax.Array, jax.Array]:
-    """A float32 array as a parameter and its correction, if it can have one."""
+    """Split a float32 array into a parameter and a correction, if the parameter can have one."""
     check_bits(master_weight_bits)
     theta = jnp.asarray(theta, jnp.float32)
     bits = Storage(master_weight_bits=master_weight_bits).bits_for(narrow_dtype)  # type: ignore[arg-type]
@@ -46,18 +46,18 @@ def split_leaf(
 
 
 def reconstruct_leaf(theta_lp: Any, rho: Any) -> jax.Array:
-    """What `split_leaf` was given, but for rounding."""
+    """Undo `split_leaf`, up to rounding."""
     theta_lp, rho = jnp.asarray(theta_lp), jnp.asarray(rho)
     return join(theta_lp, rho) if has_ecc(theta_lp, rho) else theta_lp.astype(jnp.float32)
 
 
 def reconstruct_weights(params_lp: Any, errors: Any) -> Any:
-    """The float32 weights of a tree of parameters and one of corrections."""
+    """The float32 weights of a tree of parameters and a tree of corrections."""
     return jax.tree.map(reconstruct_leaf, params_lp, errors)
 
 
 def set_fp32_params(fp32_params: Any, param_template: Any, master_weight_bits: int | None = 24) -> tuple[Any, Any]:
-    """Trees of parameters and corrections from float32 weights, in the dtypes of a template. None stays None."""
+    """Split float32 weights into trees of parameters, in the dtypes of a template, and corrections. None stays None."""
     _, leaves, structure = flatten(param_template)
     instead = "Pass two trees of the same structure."
     weights = flatten_like("set_fp32_params", "fp32_params", fp32_params, param_template, structure, instead)

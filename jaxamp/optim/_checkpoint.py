@@ -1,9 +1,9 @@
-"""Parameters and state as a flat dict of arrays, for formats that know no pytrees.
+"""Parameters and state as a flat dict of arrays, for formats without pytrees.
 
     {"format": 1, "count": ..., "params/layers/0/weight": ..., "mu/layers/0/weight": ..., "scales/layers/0/weight": ...}
 
-Orbax and Equinox save a `FlashState` as it is; this is for `numpy.savez`, safetensors and other readers. Nothing is
-flattened or padded: arrays have the shapes of the parameters, and scales tell their layout by theirs.
+Orbax and Equinox save a `FlashState` as it is; this is for `numpy.savez`, safetensors and other programs. Nothing is
+flattened or padded: arrays have the shapes of the parameters, and the shapes of scales tell their layout.
 """
 
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ._optimizer import FlashState
-from ._paths import flatten, name_of
+from ._state import FlashState
+from ._tree_paths import flatten, name_of
 
 FORMAT = 1
 _FIELDS = ("mu", "nu", "scales", "correction")
 
 
 def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
-    """Parameters and state by name. Leaves of the parameters that are no arrays are left out.
+    """Return the arrays of parameters and state by name. Leaves of the parameters that aren't arrays are left out.
 
     >>> import jax.numpy as jnp
     >>> from jaxamp import optim
@@ -29,8 +29,8 @@ def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
     """
     if not isinstance(state, FlashState):
         raise TypeError(
-            f"to_arrays got {type(state).__name__} as the state; expected a FlashState. Pass what init or step of an "
-            "optimizer of jaxamp.optim returned."
+            f"to_arrays got {type(state).__name__} as the state; expected a FlashState. Pass what init or step of a "
+            "jaxamp.optim optimizer returned."
         )
     arrays: dict[str, Any] = {"format": np.int32(FORMAT), "count": state.count}
     trees = {"params": params, **{field: getattr(state, field) for field in _FIELDS}}
@@ -40,8 +40,8 @@ def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
             name = f"{field}/{name_of(path)}"
             if name in arrays:
                 raise ValueError(
-                    f"to_arrays got two leaves of the name {name!r}; expected one of each, where the keys of a path "
-                    "are joined by '/'. Rename the key that has a '/' in it."
+                    f"to_arrays got two leaves named {name!r}; expected unique names, made of the keys of a path "
+                    "joined by '/'. Rename the key that contains a '/'."
                 )
             if hasattr(leaf, "dtype"):
                 arrays[name] = leaf
@@ -49,19 +49,19 @@ def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
 
 
 def from_arrays(arrays: Mapping[str, Any], params: Any) -> tuple[Any, FlashState]:
-    """Parameters and state of `to_arrays`, in the structure of `params`; the leaves of that are of no importance.
+    """Rebuild parameters and state from `to_arrays`, in the structure of `params`.
 
-    Leaves that `to_arrays` left out are taken from `params`.
+    Only leaves that `to_arrays` left out are taken from `params`; the values of the others don't matter.
     """
-    found = arrays.get("format")
-    if found is None or int(found) != FORMAT:
+    given = arrays.get("format")
+    if given is None or int(given) != FORMAT:
         raise ValueError(
-            f"from_arrays got {'no format' if found is None else f'the format {int(found)}'}; expected format "
+            f"from_arrays got {'no format' if given is None else f'format {int(given)}'}; expected format "
             f"{FORMAT}. Pass what to_arrays returned, with the same version of jaxamp or a newer one."
         )
     if "count" not in arrays:
         raise ValueError(
-            "from_arrays got no array 'count'; expected the number of steps. Pass all of what to_arrays returned."
+            "from_arrays got no array 'count'; expected the number of steps. Pass everything that to_arrays returned."
         )
     paths, leaves, structure = flatten(params)
     names = [name_of(path) for path in paths]
@@ -69,13 +69,13 @@ def from_arrays(arrays: Mapping[str, Any], params: Any) -> tuple[Any, FlashState
         if hasattr(leaf, "dtype") and f"params/{name}" not in arrays:
             raise ValueError(
                 f"from_arrays got no array {f'params/{name}'!r}; expected one for each leaf of the parameters. Pass "
-                "the parameters that to_arrays was called with, or others of their structure."
+                "the parameters that to_arrays was called with, or others with the same structure."
             )
     unknown = {key for key in arrays if "/" in key} - {f"{field}/{n}" for field in ("params", *_FIELDS) for n in names}
     if unknown:
         raise ValueError(
-            f"from_arrays got an array {min(unknown)!r} that the parameters have no leaf for; expected their names "
-            "alone. Pass the parameters that to_arrays was called with, or others of their structure."
+            f"from_arrays got an array {min(unknown)!r}, for which the parameters have no leaf; expected only names of "
+            "their leaves. Pass the parameters that to_arrays was called with, or others with the same structure."
         )
     restored = [arrays.get(f"params/{name}", leaf) for name, leaf in zip(names, leaves, strict=True)]
     columns = ([arrays.get(f"{field}/{name}") for name in names] for field in _FIELDS)

@@ -1,69 +1,43 @@
-"""How the state of sharded parameters is sharded: as they are."""
+"""How one array and its state are sharded."""
 
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._bytes import state_shapes
-from ._layout import groups
-from ._optimizer import FlashOptimizer, FlashState, check_whole, scales_sharding
-from ._paths import flatten, flatten_like, name_of
+from ._groups import Groups
 
 
-def state_shardings(optimizer: FlashOptimizer, params: Any, shardings: Any) -> FlashState:
-    """The shardings of a state, from those of the parameters: a step then communicates nothing.
+def split_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of an array that is known to be split. Under `jit`, only explicit axes are known."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    is_split = isinstance(sharding, NamedSharding) and any(axis is not None for axis in sharding.spec)
+    return sharding if is_split else None
 
-    `optimizer.init` follows the shardings of the arrays that it is given. Under `jit` it can't see them, and this is
-    what `out_shardings` wants; so do checkpoints that are restored.
 
-    Args:
-        optimizer: The optimizer.
-        params: The parameters, or `jax.ShapeDtypeStruct`s.
-        shardings: A `NamedSharding` for each of them, in a tree of their structure.
+def mesh_sharding(x: Any) -> NamedSharding | None:
+    """The sharding of a concrete array that is placed on a mesh."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
-    Returns:
-        A `FlashState` of shardings.
 
-    >>> import jax, jax.numpy as jnp
-    >>> from jax.sharding import NamedSharding, PartitionSpec
-    >>> from jaxamp import optim
-    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> params = {"w": jnp.ones((64, 32), jnp.bfloat16)}
-    >>> optimizer, rows = optim.flash_adamw(1e-3), {"w": NamedSharding(mesh, PartitionSpec("x", None))}
-    >>> shardings = optim.state_shardings(optimizer, params, rows)
-    >>> tuple(shardings.mu["w"].spec), tuple(shardings.scales["w"].spec)
-    (('x', None), (None, 'x'))
-    >>> state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    """
-    paths, leaves, structure = flatten(params)
-    instead = "Write jax.tree.map(lambda x: x.sharding, params)."
-    given = flatten_like("state_shardings", "shardings", shardings, params, structure, instead)
-    state = state_shapes(optimizer, params)
+def scales_sharding(sharding: Any, groups: Groups) -> NamedSharding | None:
+    """The sharding of an array's scales, given that of the array."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    axes = [] if groups.axis is None else [None, *sharding.spec]
+    while axes and axes[-1] is None:  # XLA drops trailing None too
+        axes.pop()
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
 
-    def of_field(field: str) -> Any:
-        stored = structure.flatten_up_to(getattr(state, field))
-        return structure.unflatten(
-            [
-                None if x is None else _sharding_of(optimizer, field, path, leaf, sharding)
-                for x, path, leaf, sharding in zip(stored, paths, leaves, given, strict=True)
-            ]
+
+def check_whole_groups(name: str, leaf_name: str, groups: Groups, sharding: Any) -> None:
+    """Raise an error if a sharding splits a group between devices."""
+    shard = sharding.shard_shape(groups.shape)
+    if not groups.are_whole_in(shard):
+        raise ValueError(
+            f"{name} got the parameter {leaf_name!r} of shape {groups.shape} in parts of {shard}; expected parts with "
+            f"whole groups of {groups.size}. Shard another axis, write Storage(layout='rows') for groups along the "
+            f"second-to-last axis, or param_groups=[{{'params': {leaf_name!r}, 'quantize': False}}] for float32 "
+            "moments."
         )
-
-    mesh = next((sharding.mesh for sharding in given if isinstance(sharding, NamedSharding)), None)
-    count = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return FlashState(count, *map(of_field, FlashState._fields[1:]))
-
-
-def _sharding_of(optimizer: FlashOptimizer, field: str, path: Any, leaf: Any, sharding: Any) -> Any:
-    if not isinstance(sharding, jax.sharding.Sharding):
-        raise TypeError(
-            f"state_shardings got {sharding!r} for {name_of(path)!r}; expected a sharding. Write "
-            "jax.tree.map(lambda x: x.sharding, params), or NamedSharding(mesh, PartitionSpec('x', None))."
-        )
-    if field != "scales":
-        return sharding
-    storage = optimizer.storage(path, leaf)
-    found = groups(leaf.shape, storage.group_size, storage.layout)
-    check_whole(optimizer.name, name_of(path), found, sharding)
-    return scales_sharding(sharding, found)

@@ -5,29 +5,30 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ._layout import LAYOUTS, Layout
-from ._scales import FORMATS
-from ._weights import LOW
+from ._groups import LAYOUTS, Layout
+from ._scale_formats import FORMATS
+from ._weight_codec import LOW_DTYPES
 
 Bits = Literal["auto", 24, 32] | None
-SERVED = (*LOW, jnp.dtype(jnp.float32))
+SUPPORTED_DTYPES = (*LOW_DTYPES, jnp.dtype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How weights and moments are stored. One object, so that `optax.inject_hyperparams` takes none of it for a number.
+    """How weights and moments are stored. A single object, so that `optax.inject_hyperparams` leaves it alone.
 
     Attributes:
-        quantize: Whether moments are bytes with a scale per group; else they are float32.
-        master_weight_bits: 24 or 32: bfloat16 and float16 parameters have a correction of one byte or of two, and the
-            optimizer sees weights of that many bits. None: they have none, and small updates are lost in rounding.
-            `"auto"` is 24 where there is a parameter that can have it. float32 parameters never have one.
+        quantize: Whether moments are bytes with a scale per group; otherwise they are float32.
+        master_weight_bits: With 24 or 32, bfloat16 and float16 parameters have a correction of one or two bytes, and
+            the optimizer sees weights of that many bits. With None they have no correction, and small updates are lost
+            in rounding. `"auto"` is 24 for parameters that can have a correction. float32 parameters never have one.
         group_size: How many entries share a scale.
-        variance_floor: Whether a second moment that is not zero is kept from being stored as zero.
-        scales: The format of scales: `"wide"`, or `"float16"`, which is the published one.
+        variance_floor: Whether to keep a nonzero second moment from being stored as zero.
+        scales: The format of scales: `"wide"`, or `"float16"`, the published one.
         layout: Which entries share a scale: `"last"`, `"rows"` or `"flat"`.
-        together: Arrays with fewer entries than this are put together and stepped as one, for each would take as long
-            to launch as a large one; 0 to step each by itself. How state is stored does not depend on it.
+        together: Arrays with fewer entries than this are packed and stepped as one, because the kernel of a small array
+            takes as long to launch as that of a large one. With 0, each array is stepped by itself. The stored state is
+            the same either way.
 
     >>> Storage(group_size=64, master_weight_bits=32).replace(quantize=False)
     Storage(quantize=False, master_weight_bits=32, group_size=64, variance_floor=True, scales='wide', layout='last', \
@@ -53,21 +54,21 @@ together=65536)
                 f"Storage got together={self.together!r}; expected a number of entries. Write Storage(together=0) to "
                 "step each array by itself."
             )
-        _one_of("master_weight_bits", self.master_weight_bits, ("auto", None, 24, 32))
-        _one_of("scales", self.scales, tuple(FORMATS))
-        _one_of("layout", self.layout, LAYOUTS)
+        _check_choice("master_weight_bits", self.master_weight_bits, ("auto", None, 24, 32))
+        _check_choice("scales", self.scales, tuple(FORMATS))
+        _check_choice("layout", self.layout, LAYOUTS)
 
     def replace(self, **changes: Any) -> "Storage":
-        """The same storage, but for `changes`."""
+        """Return the same storage with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def bits_for(self, dtype: Any) -> int | None:
-        """The bits of a weight whose parameter is of `dtype`, if it has a correction."""
+        """The bits of a weight whose parameter has this dtype; None if it has no correction."""
         bits = 24 if self.master_weight_bits == "auto" else self.master_weight_bits
-        return bits if jnp.dtype(dtype) in LOW else None
+        return bits if jnp.dtype(dtype) in LOW_DTYPES else None
 
 
-def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> None:
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if isinstance(value, bool) or value not in known:
         raise ValueError(
             f"Storage got {name}={value!r}; expected one of {', '.join(map(repr, known))}. Leave it out for "
@@ -75,4 +76,4 @@ def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> None:
         )
 
 
-FIELDS = frozenset(field.name for field in dataclasses.fields(Storage))
+STORAGE_FIELDS = frozenset(field.name for field in dataclasses.fields(Storage))

@@ -240,7 +240,7 @@ def test_fault_12_errors_name_the_leaf():
         optimizer.step(params, state, params)
     with raises(TypeError, "flash_adamw got tuple as its state; expected", "Write state"):
         optimizer.step(params, (), params)
-    with raises(ValueError, "master_weight_bits=24 for float32 parameters alone, such as 'w'"):
+    with raises(ValueError, "master_weight_bits=24, but only float32 parameters, such as 'w'"):
         optimizer.init({"w": jnp.ones(32)})
     with raises(ValueError, "flashoptim got master_weight_bits=16; expected None, 24 or 32", "Write"):
         flashoptim.flash_adamw(master_weight_bits=16)

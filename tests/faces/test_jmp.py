@@ -284,7 +284,7 @@ def test_spaces_in_a_policy_are_allowed(peer):
 
 def test_a_key_that_is_given_twice_is_refused(peer):
     assert peer.get_policy("c=f16,compute=bf16").compute_dtype == BF16
-    with raises(ValueError, "got 'c=f16,compute=bf16', with 'compute=bf16'", "each once at most", "Write get_policy"):
+    with raises(ValueError, "got 'c=f16,compute=bf16', with 'compute=bf16'", "each at most once", "Write get_policy"):
         jmp.get_policy("c=f16,compute=bf16")
 
 
@@ -313,7 +313,7 @@ def test_a_policy_that_is_no_string_is_refused():
 @pytest.mark.parametrize("dtype", [None, jnp.int32, "halve", 3])
 def test_a_policy_of_what_is_no_float_is_refused(dtype):
     with raises(
-        TypeError, "Policy got compute_dtype=", "expected the dtype of floats", "Write compute_dtype=jnp.float32"
+        TypeError, "Policy got compute_dtype=", "expected a floating-point dtype", "Write compute_dtype=jnp.float32"
     ):
         jmp.Policy(F32, dtype, F32)
 

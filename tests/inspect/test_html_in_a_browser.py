@@ -7,12 +7,12 @@ import shutil
 import pytest
 from reports import because, large_report, matmul, mixed_report, report_of
 
+from jaxamp._plan.reasons import Why
+
 CHROMIUM = next(
     filter(None, map(shutil.which, (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome"))),
     None,
 )
-from jaxamp._plan.reasons import Why
-
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed, so no browser is driven")
 if CHROMIUM is None:
     pytest.skip("no Chromium is on the path, nor named in CHROMIUM", allow_module_level=True)

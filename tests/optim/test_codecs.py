@@ -11,9 +11,9 @@ from helpers import BF16, F16
 from hypothesis import given, settings
 
 from jaxamp.optim import Momentum, Variance, Weight
-from jaxamp.optim._codecs import round_to
-from jaxamp.optim._scales import FORMATS, HALF, WIDE
-from jaxamp.optim._weights import join, split, widen
+from jaxamp.optim._moment_codecs import round_to_int
+from jaxamp.optim._scale_formats import FORMATS, HALF, WIDE
+from jaxamp.optim._weight_codec import join, split, widen
 
 quickly = settings(max_examples=40, deadline=None)
 
@@ -118,7 +118,7 @@ def test_codes_are_rounded_to_nearest_even(dtype):
     least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
     halves = np.arange(2 * least, 2 * most + 1, dtype=np.float32) / 2
     for x in (halves, np.nextafter(halves[1:-1], np.float32(-np.inf)), np.nextafter(halves[1:-1], np.float32(np.inf))):
-        np.testing.assert_array_equal(jax.jit(round_to, static_argnums=1)(x, dtype), np.rint(x).astype(dtype))
+        np.testing.assert_array_equal(jax.jit(round_to_int, static_argnums=1)(x, dtype), np.rint(x).astype(dtype))
 
 
 def test_a_group_of_zeros_is_zeros():

@@ -406,7 +406,7 @@ def test_a_dtype_that_is_not_served_is_refused_by_name(dtype):
 def test_a_correction_that_no_parameter_can_have_is_refused(bits):
     optimizer = optim.flash_adamw(1e-3, storage=Storage(master_weight_bits=bits))
     with raises(
-        ValueError, f"master_weight_bits={bits} for float32 parameters alone, such as 'w'", "expected", "Write"
+        ValueError, f"master_weight_bits={bits}, but only float32 parameters, such as 'w'", "expected", "Write"
     ):
         optimizer.init({"w": jnp.ones(32)})
     state = optimizer.init({"w": jnp.ones(32), "v": jnp.ones(32, F16)})
@@ -472,7 +472,7 @@ def test_hyperparameters_that_are_none_are_refused():
         optim.flash_adamw(1e-3, b1="0.9")
     with raises(TypeError, "flash_sgd got learning_rate=None, of type NoneType; expected a number", "Write"):
         optim.flash_sgd(None)
-    with raises(ValueError, r"flash_lion got learning_rate of shape \(2,\) as it was given; expected one number"):
+    with raises(ValueError, r"flash_lion got learning_rate of shape \(2,\) as an argument; expected one number"):
         optim.flash_lion(jnp.ones(2))
     with raises(TypeError, "flash_adamw got b2 in bfloat16; expected float32", "hyperparam_dtype=jnp.float32"):
         optim.flash_adamw(1e-3, b2=jnp.asarray(0.999, BF16))

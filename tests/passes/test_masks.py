@@ -43,8 +43,8 @@ def check_values(fn, *args):
         np.testing.assert_array_equal(one, other)
     for eqn in masks(jaxpr):
         made = eqn.params["expression"]
-        assert made.whole().shape == made.written().shape == eqn.outvars[0].aval.shape
-        np.testing.assert_array_equal(made.whole(), made.written())
+        assert made.in_full_shape().shape == made.as_written().shape == eqn.outvars[0].aval.shape
+        np.testing.assert_array_equal(made.in_full_shape(), made.as_written())
     return jaxpr
 
 

@@ -425,7 +425,8 @@ class TestBadInput:
 
     def test_integer_parameters_without_allow_int(self, make):
         with pytest.raises(
-            TypeError, match=r"by argument 0\['n'\], of dtype int32; expected floating.* Write filter=True"
+            TypeError,
+            match=r"asked to differentiate argument 0\['n'\], of dtype int32; expected floating.* Write filter=True",
         ):
             make(lambda p: p["w"].sum(), filter=False)(
                 {"w": W, "n": jnp.arange(2)}, dynamic_scaler_state=DynamicScalerState()
@@ -433,8 +434,14 @@ class TestBadInput:
 
     def test_a_state_with_a_factor_the_wrong_way_round(self, make):
         for state, message in (
-            (DynamicScalerState(adjust_factor=0.5), r"adjust_factor=0.5; expected 1 or more, for it raises .* Leave"),
-            (DynamicScalerState(backoff_factor=2.0), r"backoff_factor=2; expected 1 or less, for it lowers .* Leave"),
+            (
+                DynamicScalerState(adjust_factor=0.5),
+                r"adjust_factor=0.5; expected 1 or more, to raise the scale. Leave",
+            ),
+            (
+                DynamicScalerState(backoff_factor=2.0),
+                r"backoff_factor=2; expected 1 or less, to lower the scale. Leave",
+            ),
             (
                 DynamicScalerState(min_scaler=float("nan")),
                 r"min_scaler=nan; expected a finite number, 0 or more. Leave",
@@ -458,7 +465,7 @@ class TestBadInput:
         def loss(w, dynamic_scaler_state):
             return jnp.sum(w)
 
-        with pytest.raises(TypeError, match=r"takes an argument 'dynamic_scaler_state' already; expected .* Rename"):
+        with pytest.raises(TypeError, match=r"already takes an argument 'dynamic_scaler_state'; expected .* Rename"):
             make(loss)
 
     def test_numpys_integers_are_argnums(self, make):
@@ -466,7 +473,7 @@ class TestBadInput:
 
     def test_options_of_jax_with_a_filter(self, make):
         with pytest.raises(
-            TypeError, match=r"got argnums with filter=True; expected them with filter=False only. Equinox"
+            TypeError, match=r"got argnums with filter=True; expected them only with filter=False. Equinox"
         ):
             make(error, argnums=1)
 

@@ -100,7 +100,7 @@ def test_a_scale_that_varies_where_the_loss_does_not_is_refused():
         return grad_fn(params, x, dynamic_scaler_state=state)[0].scaler[None]
 
     with pytest.raises(
-        ValueError, match=r"differs along \['model'\] .*; expected devices .* Give these axes in axis_name"
+        ValueError, match=r"differs along \['model'\] .*; expected devices .* Add these axes to axis_name"
     ):
         jax.shard_map(
             step,

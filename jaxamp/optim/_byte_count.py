@@ -1,18 +1,19 @@
-"""How many bytes parameters and state take."""
+"""Count the bytes of parameters and optimizer state."""
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
+
+from .._tree import has_float_dtype
+from ._state import state_shapes
 
 
 class Bytes(NamedTuple):
-    """Bytes that are held between steps; gradients are not among them.
+    """Bytes held between steps, without gradients.
 
     Attributes:
         parameters: How many numbers are trained.
-        params: The bytes of them.
+        params: Their bytes.
         state: The bytes of the optimizer's state.
     """
 
@@ -26,7 +27,9 @@ class Bytes(NamedTuple):
 
 
 def optimizer_bytes(optimizer: Any, params: Any) -> Bytes:
-    """The bytes of parameters and state, for any Optax optimizer. Nothing is computed; `jax.ShapeDtypeStruct`s do.
+    """Count the bytes of parameters and state, for any Optax optimizer.
+
+    Nothing is computed, so `params` may hold `jax.ShapeDtypeStruct`s.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from jaxamp import optim
@@ -36,15 +39,10 @@ def optimizer_bytes(optimizer: Any, params: Any) -> Bytes:
     >>> round(optim.optimizer_bytes(optim.flash_adamw(1e-3), params).per_parameter, 3)
     5.125
     """
-    floats = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
+    floats = [x for x in jax.tree.leaves(params) if has_float_dtype(x)]
     state = state_shapes(optimizer, params)
-    return Bytes(sum(x.size for x in floats), _bytes(floats), _bytes(jax.tree.leaves(state)))
+    return Bytes(sum(x.size for x in floats), _total_bytes(floats), _total_bytes(jax.tree.leaves(state)))
 
 
-def state_shapes(optimizer: Any, params: Any) -> Any:
-    """What `init` returns, as shapes and dtypes; leaves that are no arrays may be among the parameters."""
-    return eqx.filter_eval_shape(optimizer.init, params)
-
-
-def _bytes(leaves: list[Any]) -> int:
+def _total_bytes(leaves: list[Any]) -> int:
     return sum(x.size * x.dtype.itemsize for x in leaves if hasattr(x, "dtype"))

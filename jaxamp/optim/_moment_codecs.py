@@ -1,18 +1,18 @@
-"""Moments in one byte: how a group of numbers is written and read, given its scale.
+"""Moments in one byte: encode and decode a group of numbers, given its scale.
 
-The law, with `s` the largest of its group and both formats of the scale, where these hold it:
+The law, with `s` the largest entry of its group, for both scale formats within their range:
 
     |decode(encode(m)) - m| <= s / 100             momentum, s = max |m|
     |sqrt(decode(encode(v))) - sqrt(v)| <= s / 250   variance, s = max sqrt(v)
 
 Momentum is companded by a softsign, `127 * 2n / (1 + |n|)` with `n = m / s`, so that small entries keep more digits
-than large ones. Of the variance the square root is written, `255 * sqrt(v) / s`. An entry of it below `s / 510` would
-be written as zero while its momentum is not, and the next step would divide by epsilon: with gradients that span three
-decades in a group, steps of 250 times the learning rate were measured. So a variance that is not zero is written as one
-at least: its steps are too short then, never too long. `floor=False` is the published format.
+than large ones. For the variance, the square root is stored: `255 * sqrt(v) / s`. Entries of it below `s / 510` would
+be stored as zero while their momentum is not, and the next step would divide by epsilon: with gradients that span three
+decades in a group, steps of 250 times the learning rate were measured. So a nonzero variance is stored as at least one;
+then steps are too short, never too long. `floor=False` is the published format.
 
-A step is bound by instructions on GPUs, not by memory, and the forms here take few: one reciprocal for a group of
-variances, and integers read from the bits of a sum in place of a conversion, which checks for what does not fit.
+On GPUs a step is bound by instructions, not by memory, and these forms take few: one reciprocal for a group of
+variances, and integers read from the bits of a sum instead of a conversion, which would check for overflow.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT_TINY, TINY = 2.0**-63, 2.0**-126  # where maxima begin, so that a group of zeros divides by no zero
+ROOT_TINY, TINY = 2.0**-63, 2.0**-126  # lower bounds of maxima, so that a group of zeros never divides by zero
 
 
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The nearest integer, ties to even, in a dtype that holds it.
+def round_to_int(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Round to the nearest integer, ties to even, in a dtype that holds it.
 
-    Next to 1.5 * 2**23 a float32 has no room for fractions, and its last bits count; of what is no number, they may be
-    anything. The maximum changes nothing that fits: it is an integer operation between the sum and its last byte.
-    Without one, ptxas (12.9 and 13.0, not 13.4) takes that byte for the sum converted to an integer, which is 255,
-    always.
+    Near 1.5 * 2**23 a float32 has no room for fractions, and its last bits are the integer; for NaN they may be
+    anything. The maximum changes no integer that fits. It puts an integer operation between the sum and taking its last
+    byte: without one, ptxas (12.9 and 13.0, not 13.4) turns both into a conversion of the sum to an integer, which is
+    always 255.
     """
     bits = lax.bitcast_convert_type(x + np.float32(1.5 * 2**23), jnp.int32)
     return jnp.maximum(bits, np.int32(0x4B400000 + jnp.iinfo(dtype).min)).astype(dtype)
@@ -52,14 +52,14 @@ class Momentum:
     dtype = jnp.dtype(jnp.int8)
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """What `encode` takes of each group: the largest magnitude."""
+        """The argument of `encode` for each group: the largest magnitude."""
         return lax.reduce(jnp.abs(x), np.float32(ROOT_TINY), lax.max, (axis % x.ndim,))
 
     def encode(self, x: jax.Array, top: jax.Array) -> jax.Array:
-        return round_to(254.0 * x / (top + jnp.abs(x)), self.dtype)
+        return round_to_int(254.0 * x / (top + jnp.abs(x)), self.dtype)
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored: none where it is not finite, so that the group starts anew."""
+        """The scale of each group, before it is stored. Zero if it is not finite, so that the group starts over."""
         return jnp.where(jnp.isfinite(top), top, 0.0)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
@@ -69,7 +69,7 @@ class Momentum:
 
 @dataclasses.dataclass(frozen=True)
 class Variance:
-    """Numbers that are not negative as the uint8 of their square root; with `floor`, zero is for zeros alone.
+    """Non-negative numbers as the uint8 of their square root; with `floor`, only zero is stored as zero.
 
     >>> x = jnp.array([0.0, 1e-9, 0.25, 1.0])
     >>> Variance().encode(x, Variance().top(x, 0)), Variance(floor=False).encode(x, Variance().top(x, 0))
@@ -80,22 +80,22 @@ class Variance:
     dtype = jnp.dtype(jnp.uint8)
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """What `encode` takes of each group: the reciprocal of the largest root."""
+        """The argument of `encode` for each group: the reciprocal of the largest root."""
         return lax.rsqrt(lax.reduce(x, np.float32(TINY), lax.max, (axis % x.ndim,)))
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored: the largest root, and none of what is no number."""
+        """The scale of each group, before it is stored: the largest root, or zero if that is NaN."""
         return jnp.where(jnp.isnan(top), 0.0, 1.0 / top)
 
     def encode(self, x: jax.Array, top: jax.Array) -> jax.Array:
         y = 255.0 * jnp.sqrt(x) * top
         if self.floor:
             y = jnp.where(x > 0.0, jnp.maximum(y, 1.0), y)
-        return round_to(y, self.dtype)
+        return round_to_int(y, self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         root = code.astype(jnp.float32) * scale
-        return root * (root * np.float32(1 / 255**2))  # 1 / 255 by the scale would be a kernel of its own
+        return root * (root * np.float32(1 / 255**2))  # scaling by 1 / 255 beforehand would be its own kernel
 
 
 Codec = Momentum | Variance

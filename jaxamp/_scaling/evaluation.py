@@ -1,0 +1,85 @@
+"""Unscale the gradients of one evaluation, and check whether they are finite and how many underflowed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._compat import EARLY_INLINE, varying_axes
+from .._primitives.fused_sum import fused_sum
+from .._tree import all_along_axes, as_axes, is_inexact_array, wider_dtype
+from .cotangent import largest_cotangent
+from .scale_tree import unscale_tree
+from .state import FLOAT32_MAX
+
+_FLOAT16_SMALLEST_NORMAL = float(jnp.finfo(jnp.float16).smallest_normal)
+
+
+class Evaluation(NamedTuple):
+    """One evaluation of a differentiated function at one scale.
+
+    Attributes:
+        results: What the function returned, with its gradients divided by the scale.
+        finite: Whether all gradients are finite.
+        retryable: Whether a smaller scale might help: not if the loss itself is infinite or NaN.
+        underflow: The share of gradient entries that were zero, or subnormal in float16, before the division.
+        max_scale: Larger scales act like this one.
+    """
+
+    results: Any
+    finite: jax.Array
+    retryable: jax.Array
+    underflow: jax.Array
+    max_scale: float
+
+
+def evaluation_of(
+    scaled_grads: Any,
+    scale: jax.Array,
+    axis_name: Any,
+    assemble: Callable[[Any], Any],
+    loss: jax.Array | None = None,
+) -> Evaluation:
+    """Check and unscale gradients.
+
+    Args:
+        scaled_grads: The gradients, not yet divided by `scale`.
+        scale: The scale that they were made with.
+        axis_name: The axes along which devices must agree on `finite`.
+        assemble: Puts the unscaled gradients into the results that the user gets.
+        loss: The loss, if it is known.
+    """
+    finite, underflow = _finite_and_underflow(scaled_grads, scale)
+    finite = all_along_axes(finite, axis_name)
+    for axis in as_axes(axis_name):
+        underflow = lax.pmean(underflow, axis)
+    retryable = jnp.array(True)
+    if loss is not None:
+        loss_is_finite = all_along_axes(jnp.isfinite(loss), axis_name)
+        if varying_axes(loss_is_finite) <= varying_axes(finite):  # otherwise devices that must agree would not
+            retryable = loss_is_finite
+    max_scale = FLOAT32_MAX if loss is None else largest_cotangent(loss.dtype)
+    return Evaluation(assemble(unscale_tree(scaled_grads, scale)), finite, retryable, underflow, max_scale)
+
+
+def _finite_and_underflow(scaled_grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether the unscaled gradients are finite, and the share of entries that underflowed while scaled.
+
+    One pass over the gradients gives both: an entry that is not finite makes the count of underflows infinite.
+    """
+    leaves = [x for x in jax.tree.leaves(scaled_grads) if is_inexact_array(x) and x.size]
+    share = _count_underflows(leaves, scale) / max(1, sum(x.size for x in leaves))
+    return jnp.isfinite(share), share
+
+
+@functools.partial(jax.jit, inline=EARLY_INLINE)
+def _count_underflows(leaves: list[Any], scale: jax.Array) -> jax.Array:
+    def underflows(x: Any) -> jax.Array:
+        wide = wider_dtype(x.dtype, jnp.float32)
+        small = (jnp.abs(x.astype(wide)) < _FLOAT16_SMALLEST_NORMAL).astype(jnp.float32)
+        return jnp.where(jnp.isfinite(unscale_tree(x, scale)), small, jnp.inf)
+
+    return fused_sum([underflows(x) for x in leaves])

@@ -1,0 +1,104 @@
+"""Check what users pass to `init`, `update` and `step`. Errors name the leaf."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._tree import check_bool, has_float_dtype, is_inexact_array
+from ._groups import Groups, choose_groups, groups_from_scales
+from ._moment_codecs import MOMENTUM, VARIANCE
+from ._settings import Settings
+from ._sharding import check_whole_groups, split_sharding
+from ._state import LeafState
+from ._storage import SUPPORTED_DTYPES
+from ._tree_paths import name_of
+from ._update_rules import UpdateRule
+from ._weight_codec import check_low_dtype
+
+
+def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: Any) -> None:
+    """Check that all dtypes are supported, and that each requested `master_weight_bits` has a parameter to apply to."""
+    requested: dict[Any, tuple[bool, str]] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_inexact_array(leaf):
+            continue
+        if leaf.dtype not in SUPPORTED_DTYPES:
+            raise TypeError(
+                f"{name} got the parameter {name_of(path)!r} in {leaf.dtype}; expected bfloat16, float16 or float32. "
+                "Cast it with jaxamp.cast_floating(params, jnp.bfloat16), or exclude it with optax.masked."
+            )
+        storage = settings_of(path, leaf).storage
+        before, _ = requested.get(storage.master_weight_bits, (False, ""))
+        applies = before or storage.bits_for(leaf.dtype) is not None
+        requested[storage.master_weight_bits] = applies, f"{name_of(path)!r} in {leaf.dtype}"
+    for bits, (applies, leaf_name) in requested.items():
+        if bits in (24, 32) and not applies:
+            raise ValueError(
+                f"{name} got master_weight_bits={bits}, but only float32 parameters, such as {leaf_name}; expected "
+                "parameters in bfloat16 or float16, which can have a correction. Write master_weight_bits=None, or "
+                "cast them with jaxamp.cast_floating(params, jnp.bfloat16)."
+            )
+
+
+def check_shards(name: str, leaf_name: str, param: Any, groups: Groups) -> None:
+    """Check that no group is split between devices, if the sharding is known."""
+    sharding = split_sharding(param)
+    if sharding is not None:
+        check_whole_groups(name, leaf_name, groups, sharding)
+
+
+def check_leaf(
+    rule: UpdateRule, settings: Settings, path: Any, param: Any, grad: Any, state: LeafState, instead: str
+) -> Groups:
+    """Check that gradient and state belong to a parameter, and return its groups as the state has them."""
+    check_gradient(rule.name, path, param, grad)
+    check_low_dtype(rule.name, name_of(path), param, state.correction)
+    size, layout = settings.storage.group_size, settings.storage.layout
+    expected = set(rule.moments(settings.hyper))
+    arrays = {field: x for field, x in state._asdict().items() if x is not None}
+    groups: Groups | None = choose_groups(param.shape, size, layout)
+    dtypes = dict.fromkeys(("mu", "nu"), jnp.dtype(jnp.float32))
+    if state.scales is not None:
+        groups = groups_from_scales(param.shape, state.scales.shape[1:], size)
+        dtypes = {"mu": MOMENTUM.dtype, "nu": VARIANCE.dtype}
+    fits = all(x.shape == param.shape for field, x in arrays.items() if field != "scales")
+    fits &= all(arrays[field].dtype == dtype for field, dtype in dtypes.items() if field in arrays)
+    needs_correction = settings.storage.bits_for(param.dtype) is not None
+    fits &= state.correction is not None or not needs_correction
+    if groups is None or not fits or expected != set(arrays) - {"scales", "correction"}:
+        given = ", ".join(f"{field} {x.shape} in {x.dtype}" for field, x in arrays.items()) or "nothing"
+        raise ValueError(
+            f"{rule.name} got a state with {given} for {name_of(path)!r}, which is of shape {param.shape} and in "
+            f"{param.dtype}; expected {' and '.join(sorted(expected)) or 'no moments'} of that shape in groups of "
+            f"{size}, {'with a' if needs_correction else 'without a'} correction. {instead}"
+        )
+    return groups
+
+
+def check_gradient(name: str, path: Any, param: Any, grad: Any) -> None:
+    if not has_float_dtype(grad) or grad.shape != param.shape:
+        raise ValueError(
+            f"{name} got a gradient of shape {np.shape(grad)} and dtype {getattr(grad, 'dtype', None)} for "
+            f"{name_of(path)!r}; expected floats of shape {param.shape}. Pass jax.grad(loss)(params, ...)."
+        )
+
+
+def check_gradient_scale(name: str, scale: Any) -> Any:
+    """Return `scale=` as a float32 array, or None."""
+    if scale is None:
+        return None
+    if np.shape(scale) != ():
+        raise ValueError(
+            f"{name} got scale of shape {np.shape(scale)}; expected one number, which multiplies the gradients. "
+            "Write step(params, state, grads, scale=1 / loss_scale)."
+        )
+    return jnp.asarray(scale, jnp.float32)
+
+
+def check_ok(name: str, ok: Any) -> Any:
+    """Return `ok=` as an array, or None."""
+    if ok is None:
+        return None
+    check_bool(name, ok, "step(params, state, grads, ok=jaxamp.all_finite(grads))")
+    return jnp.asarray(ok)
