@@ -11,5 +11,5 @@ name. PyTorch takes part where it is installed with a GPU. All of it, and the re
     python -m benchmarks.compile_time --json results/compile_time.json
     python -m benchmarks.scaler --json results/scaler.json
     python -m benchmarks.optimizer --json results/optimizer.json
-    python -m benchmarks.results results
+    python -m benchmarks.write_results results
 """

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._report import progress
 from ._sides import SIDES, Case, Step
+from ._tables import progress
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 
 STEPS = 6  # of a repeat. To start the first one takes up to 17 ms; those of the others are hidden, as in training

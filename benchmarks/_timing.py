@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._report import Column, number, percent, significant
+from ._tables import Column, number, percent, significant
 
 
 class Times(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from ._report import progress
+from ._tables import progress
 from ._timing import Failure, Unavailable, attempt
 
 SIDES = "torch", "torch-compile", "torch-compile-sdpa"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jaxamp
 
 from ._networks import SIZES, Sizes, loss_fn, make
-from ._report import parser, publish
+from ._tables import parser, publish
 from ._timing import COMPARISON as COLUMNS
 from ._timing import Failure, Row, Times, attempt, interleave, seconds
 

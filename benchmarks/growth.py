@@ -14,8 +14,8 @@ from typing import Any
 from ._contest import STEPS, conclude, contest
 from ._networks import Sizes
 from ._pictures import save_growth
-from ._report import Column, number, parser, percent, publish, save, significant
 from ._sides import SIDES, Case, choose
+from ._tables import Column, number, parser, percent, publish, save, significant
 
 USUAL = "float32", "ours", "ours-attention"
 DEPTHS, LENGTHS, TOKENS = (6, 12, 24, 48), (128, 512, 2048, 4096), 8192

@@ -18,8 +18,8 @@ import jax
 
 from ._contest import prepare
 from ._networks import SIZES
-from ._report import Column, number, parser, percent, progress, publish
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, percent, progress, publish
 from ._timing import Failure, Unavailable, attempt
 from .train_step import SMALL
 

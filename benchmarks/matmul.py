@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxamp
 
-from ._report import Column, number, parser, percent, publish, significant
+from ._tables import Column, number, parser, percent, publish, significant
 from ._timing import Failure, attempt, figures, race, seconds
 
 LOW = jnp.bfloat16

@@ -17,8 +17,8 @@ import jax
 
 from ._contest import Compiled, compile_step
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, progress, publish, significant
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, progress, publish, significant
 from ._timing import Failure, Unavailable, attempt
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=16, classes=50)

@@ -19,7 +19,7 @@ import optax
 
 from jaxamp import optim
 
-from ._report import Column, number, parser, percent, progress, publish, save, significant
+from ._tables import Column, number, parser, percent, progress, publish, save, significant
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 from ._torch_optimizer import ask
 from ._trees import SMALL, TREES, floor_bytes

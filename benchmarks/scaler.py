@@ -16,7 +16,7 @@ import optax
 import jaxamp
 
 from ._networks import Sizes, loss_fn, make
-from ._report import Column, number, parser, publish, significant
+from ._tables import Column, number, parser, publish, significant
 from ._timing import COMPARISON, Row, interleave, seconds
 
 OPTIMIZER = optax.adamw(1e-4)

@@ -18,8 +18,8 @@ from typing import Any
 from . import _torch
 from ._contest import STEPS, TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, percent, publish, save, significant
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, percent, publish, save, significant
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
 SMALL_SIDES = "float32", "ours", "upstream", "hand-cudnn", "torch"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _torch, _trees, kernels, memory, optimizer, results, train_step
+from benchmarks import _torch, _trees, kernels, memory, optimizer, train_step, write_results
 from benchmarks._contest import conclude
-from benchmarks._report import Column, markdown, number, text
 from benchmarks._sides import SIDES, choose, upstream_module
+from benchmarks._tables import Column, markdown, number, text
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
 
 # -- the largest batch
@@ -225,8 +225,8 @@ def test_results_have_the_fastest_first_ours_in_bold_and_failures_last(tmp_path)
     rows = [step("mpx", None, "out of memory"), step("float32", 9.0), step("ours", 4.0)]
     write(tmp_path, "one", "train_step", rows)
     write(tmp_path, "two", "train_step", [step("ours", 3.0, network="gpt")])
-    (section,) = results.read(tmp_path)
-    page = results.document([section], tmp_path)
+    (section,) = write_results.read(tmp_path)
+    page = write_results.document([section], tmp_path)
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines[:5]] == ["side", "---", "**ours**", "float32", "mpx"]
     assert lines[4].endswith("| out of memory |")
@@ -238,7 +238,7 @@ def test_results_have_the_fastest_first_ours_in_bold_and_failures_last(tmp_path)
 def test_results_of_another_device_are_a_section_that_says_so(tmp_path):
     write(tmp_path, "one", "train_step", [step("ours", 4.0)])
     write(tmp_path, "two", "train_step", [step("ours", 5.0)], device="cpu")
-    page = results.document(results.read(tmp_path), tmp_path)
+    page = write_results.document(write_results.read(tmp_path), tmp_path)
     assert "Measured on H200; jax 1." in page or "Measured on cpu; jax 1." in page
     assert "On cpu; jax 1." in page or "On H200; jax 1." in page
 
@@ -248,7 +248,7 @@ def test_pictures_are_saved_where_matplotlib_is(tmp_path):
     write(tmp_path, "one", "train_step", [step("ours", 4.0), step("float32", 8.0)])
     point = {"growing": "depth", "depth": 6, "tokens": 196, "batch": 64, "side": "ours", "title": "ours"}
     write(tmp_path, "two", "growth", [{**point, "ms": 1.0, "gib": 1.0}, {**point, "depth": 12, "ms": 2.0, "gib": 2.0}])
-    page = results.document(results.read(tmp_path), tmp_path)
+    page = write_results.document(write_results.read(tmp_path), tmp_path)
     for name in ("step_vit_scan.png", "growth.png"):
         assert f"]({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,6 @@
 """How long does a report take, against tracing what it is about?
 
-    python -m benchmarks.report [--small]
+    python -m benchmarks.report_time [--small]
 
 `amp_report` of the loss of a 48-layer ViT, against tracing its value and gradient without `amp`; the forward pass alone
 against tracing the loss; with layers unrolled and in a `scan`. And how large its page is.
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxamp
 
 from ._networks import Sizes, loss_fn, make
-from ._report import Column, number, parser, publish
+from ._tables import Column, number, parser, publish
 from ._timing import COMPARISON, Row, interleave, seconds
 
 SMALL = Sizes(layers=1, width=16, heads=2, tokens=8, batch=2, classes=10)
@@ -56,7 +56,7 @@ def main() -> None:
     notes = [
         f"{repeats} repeats. Ratio: how many times as long as tracing the plain function, median over the repeats."
     ]
-    publish("report", COLUMNS, rows, notes, options.json)
+    publish("report_time", COLUMNS, rows, notes, options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Render what a run has measured, as `benchmarks/RESULTS.md` with pictures beside it.
 
-    python -m benchmarks.results DIR [--out PATH]
+    python -m benchmarks.write_results DIR [--out PATH]
 
 `DIR` holds what the benchmarks wrote with `--json`. Several files of one benchmark are put together. Pictures need
 matplotlib, and are left out without it.
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._pictures import save_growth, save_steps
-from ._report import markdown
+from ._tables import markdown
 
 # In the order of RESULTS.md.
-QUESTIONS = "train_step kernels memory growth matmul compile_time scaler optimizer report".split()
+QUESTIONS = "train_step kernels memory growth matmul compile_time scaler optimizer report_time".split()
 TABLES = {  # what a table has in common, and what it is called
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
     "kernels": (("network", "layers", "title"), "{network}, layers {layers}, {title}"),
@@ -108,7 +108,7 @@ def document(sections: Sequence[Section], folder: Path) -> str:
         "# Results",
         f"Measured on {top}.",
         "Medians over interleaved repeats. The spread is half the distance between the quartiles, over the median. Our"
-        " sides are bold. Made by `python -m benchmarks.results` from what the benchmarks wrote.",
+        " sides are bold. Made by `python -m benchmarks.write_results` from what the benchmarks wrote.",
     ]
     parts += [render(section, pictures(section, folder), top) for section in sections]
     return "\n\n".join(parts) + "\n"

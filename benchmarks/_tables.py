@@ -86,7 +86,7 @@ def parser(doc: str, small: str) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     made.add_argument("--small", action="store_true", help=f"{small}: does it run at all?")
-    made.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, for benchmarks.results")
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, for benchmarks.write_results")
     return made
 
 
