@@ -4,6 +4,7 @@
 name. PyTorch takes part where it is installed with a GPU. All of it, and the results rendered:
 
     python -m benchmarks.train_step --json results/train_step.json
+    python -m benchmarks.passes --json results/passes.json
     python -m benchmarks.kernels --json results/kernels.json
     python -m benchmarks.memory --json results/memory.json
     python -m benchmarks.growth --json results/growth.json
@@ -11,5 +12,6 @@ name. PyTorch takes part where it is installed with a GPU. All of it, and the re
     python -m benchmarks.compile_time --json results/compile_time.json
     python -m benchmarks.scaler --json results/scaler.json
     python -m benchmarks.optimizer --json results/optimizer.json
+    python -m benchmarks.report_time --json results/report_time.json
     python -m benchmarks.write_results results
 """

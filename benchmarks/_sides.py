@@ -41,6 +41,14 @@ class Case(NamedTuple):
     sizes: Sizes
     stacked: bool  # a scan over the layers
 
+    @property
+    def layers(self) -> str:
+        return "scan" if self.stacked else "unrolled"
+
+    def about(self) -> dict[str, Any]:
+        """The part of a row that describes the case."""
+        return {"network": self.network, "layers": self.layers, "sizes": self.sizes._asdict()}
+
 
 class Step(NamedTuple):
     run: Callable[[Any, Any, Any], tuple[Any, Any]]

@@ -54,7 +54,9 @@ def main() -> None:
     ]
     table: list[dict[str, Any]] = []
     for growing, sizes in points(options.small):
-        rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls)
+        rows = contest(
+            {name: SIDES[name] for name in names}, Case("vit", sizes, options.layers == "scan"), repeats, calls
+        )
         conclude(rows)
         about = {"growing": growing, "depth": sizes.layers, "tokens": sizes.tokens, "batch": sizes.batch}
         table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]

@@ -89,7 +89,7 @@ def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, An
 def measure(name: str, case: Case) -> list[dict[str, Any]]:
     if jax.default_backend() != "gpu":
         raise Unavailable("needs a GPU")
-    training, _ = prepare(name, case, STEPS)
+    training, _ = prepare(SIDES[name], case, STEPS)
     training()
     return tally(traced(training), STEPS)
 

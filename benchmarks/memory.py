@@ -81,7 +81,7 @@ def ask(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
     seen: list[Compiled | None] = []
 
     def needed(batch: int) -> int | None:
-        got = attempt(compile_step, name, case._replace(sizes=case.sizes._replace(batch=batch)))
+        got = attempt(compile_step, SIDES[name], case._replace(sizes=case.sizes._replace(batch=batch)))
         if isinstance(got, Failure) and got.why != "out of memory":
             raise Unavailable(got.why)
         seen.append(None if isinstance(got, Failure) else got)

@@ -18,9 +18,10 @@ from ._pictures import save_growth, save_steps
 from ._tables import markdown
 
 # In the order of RESULTS.md.
-QUESTIONS = "train_step kernels memory growth matmul compile_time scaler optimizer report_time".split()
+QUESTIONS = "train_step passes kernels memory growth matmul compile_time scaler optimizer report_time".split()
 TABLES = {  # what a table has in common, and what it is called
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
+    "passes": (("network", "layers"), "{network}, layers {layers}"),
     "kernels": (("network", "layers", "title"), "{network}, layers {layers}, {title}"),
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _torch, _trees, kernels, memory, optimizer, train_step, write_results
+import jaxamp
+from benchmarks import _torch, _trees, kernels, memory, optimizer, passes, train_step, write_results
 from benchmarks._contest import conclude
 from benchmarks._sides import SIDES, choose, upstream_module
 from benchmarks._tables import Column, markdown, number, text
@@ -108,7 +109,7 @@ def test_a_side_that_is_fast_and_wrong_is_flagged():
     rows = raced_rows(float32=[7.0, 6.5, 6.0], good=[7.0, 6.5, 6.05], lazy=[7.0, 7.0, 7.0], lost=[7.0, 6.0, math.nan])
     conclude(rows)
     assert [name for name, row in rows.items() if row["note"]] == ["lazy", "lost"]
-    assert rows["lazy"]["note"] == "WRONG: loss off by 100% of what float32's fell"
+    assert rows["lazy"]["note"] == "WRONG: loss off by 100% of the fall of float32"
 
 
 def test_losses_are_compared_after_the_same_number_of_steps():
@@ -182,6 +183,27 @@ def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers,
         *("ours-keep", "ours-attention", "ours-attention-keep", "mpx", "jmp", "hand"),
     }
     assert not [row for row in rows.values() if (row["note"] or "").startswith("WRONG")]
+
+
+# -- passes
+
+
+def test_each_pass_is_disabled_in_turn():
+    assert list(passes.SIDES) == [passes.ALL, *passes.PASSES, passes.NONE]
+    assert set(passes.SMALL_SIDES) <= set(passes.SIDES)
+    disabled = [side.make.keywords["disable_passes"] for side in passes.SIDES.values()]
+    assert disabled == [(), *((name,) for name in passes.PASSES), passes.PASSES]
+    for names in disabled:
+        jaxamp.amp(lambda x: x, disable_passes=names)  # raises for a name that is not a pass
+
+
+def test_a_pass_is_worth_the_time_and_memory_of_a_step_without_it():
+    step = lambda seconds, gib, loss: {"seconds": [seconds, seconds], "gib": gib, "losses": [7.0, loss]}
+    rows = {passes.ALL: step(2.0, 4.0, 6.0), "good": step(3.0, 6.0, 6.01), "wrong": step(2.0, 4.0, 6.5)}
+    passes.compare(rows | {"bad": (bad := {"note": "out of memory"})})
+    assert [(row["time_ratio"], row["memory_ratio"]) for row in rows.values()] == [(1, 1), (1.5, 1.5), (1, 1)]
+    assert [row["note"] for row in rows.values()] == [None, None, "WRONG: loss off by 50% of the fall of all passes"]
+    assert bad == {"note": "out of memory"}
 
 
 # -- kernels
