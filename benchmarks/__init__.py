@@ -1,7 +1,8 @@
 """One question per file; run with `python -m benchmarks.<name> [--small] [--json PATH]`.
 
-`pip install -e '.[benchmarks]'` brings peers and matplotlib. `_sides.py` says how to get upstream jaxamp, which has our
-name. PyTorch takes part where it is installed with a GPU. All of it, and the results rendered:
+`pip install -e '.[benchmarks]'` installs the peers and matplotlib. `_sides.py` says how to get upstream jaxamp, which
+has the same name as this package. PyTorch takes part if it is installed and finds a GPU. To run everything and write
+RESULTS.md:
 
     python -m benchmarks.train_step --json results/train_step.json
     python -m benchmarks.passes --json results/passes.json

@@ -3,7 +3,7 @@
     python -m benchmarks.growth [--small] [--layers unrolled|scan] [--picture PATH]
 
 One AdamW step of a ViT: 6, 12, 24 and 48 layers at 196 tokens and batch 64; and 128, 512, 2048 and 4096 tokens, 12
-layers, with 8192 tokens in a batch whatever their length. Sides: float32, ours, ours with our attention.
+layers, always with 8192 tokens in a batch. Sides: float32, ours, ours with our attention.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> None:
     repeats, calls = (3, 1) if options.small else (5, STEPS)
     notes = [
         f"Layers: {options.layers}. {repeats} repeats of {calls} steps. Ratio: how many times as fast as float32.",
-        "Temporary GiB: what XLA allocates beside arguments and results.",
+        "Temporary GiB: memory that XLA allocates on top of arguments and results.",
     ]
     table: list[dict[str, Any]] = []
     for growing, sizes in points(options.small):
@@ -69,8 +69,8 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     asked = parser(__doc__, "one thin layer and two sides")
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
-    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; {','.join(USUAL)} unless given")
-    asked.add_argument("--picture", type=Path, metavar="PATH", help="a PNG of the curves")
+    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; by default {','.join(USUAL)}")
+    asked.add_argument("--picture", type=Path, metavar="PATH", help="save the curves as a PNG")
     return asked.parse_args()
 
 

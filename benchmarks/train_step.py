@@ -29,11 +29,11 @@ CORE = "float32", "ours", "ours-attention", "mpx"
 USUAL = {
     ("vit", "unrolled"): (
         *("float32", "ours", "ours-float16", "ours-attention", "ours-attention-fast", "ours-attention-keep", "mpx"),
-        *("upstream", "upstream-mended", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
+        *("upstream", "upstream-fixed", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
     ),
     ("vit", "scan"): (
         *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-float16-constant"),
-        *("ours-attention", "ours-attention-fast", "mpx", "jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
+        *("ours-attention", "ours-attention-fast", "mpx", "jmp", "upstream", "upstream-fixed", "hand", "hand-cudnn"),
     ),
     ("gpt", "unrolled"): (*CORE, "hand-cudnn", "torch-compile-sdpa"),
     ("gpt", "scan"): CORE,

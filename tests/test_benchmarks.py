@@ -159,9 +159,9 @@ def test_upstream_is_run_from_the_folder_that_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_step", "--upstream", str(tmp_path)])
     load = upstream_module.__wrapped__  # it remembers what it has loaded
     with pytest.raises(Unavailable, match="not installed"):
-        load(mend=False)
+        load(fix=False)
     train_step.arguments()
-    assert load(mend=False).here
+    assert load(fix=False).here
 
 
 def test_a_misspelt_side_is_named():
