@@ -3,8 +3,8 @@
     python -m benchmarks.passes [--small] [--network vit|gpt] [--layers unrolled|scan]
 
 One AdamW step of the networks of `train_step`, in bfloat16 with plain attention: with all passes, with each pass
-disabled in turn, and with all passes disabled. The sides take turns. A side is flagged if its loss differs from the
-loss with all passes by more than 10 % of the distance that that loss fell.
+disabled in turn, and with all passes disabled. The sides take turns. A side is flagged if its loss is too far from the
+loss with all passes.
 """
 
 import argparse
@@ -36,10 +36,10 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Ratios: time and temporary memory of a side, divided by those with all passes. Above 1, the disabled pass helps.",
+    "Ratios: time and temporary memory, divided by those with all passes. Above 1, the disabled pass saves something.",
     "Each repeat is divided by its neighbour in time; the median is shown.",
     "Temporary GiB: memory that XLA allocates on top of arguments and results.",
-    f"Loss: flagged if further from the loss with all passes than {TOLERANCE:.0%} of the fall of that one.",
+    f"Loss: flagged if further from the loss with all passes than {TOLERANCE:.0%} of the distance that one fell.",
 )
 
 
