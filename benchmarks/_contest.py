@@ -1,25 +1,26 @@
-"""Sides of a training step against each other: compile each, let them take turns, and see if their losses agree."""
+"""Compare the sides of a training step: compile each, let them take turns, and check that their losses agree."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from ._report import progress
-from ._sides import SIDES, Case, Step
+from ._sides import Case, Side, Step
+from ._tables import progress
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 
-STEPS = 6  # of a repeat. To start the first one takes up to 17 ms; those of the others are hidden, as in training
+STEPS = 6  # per repeat. Starting the first takes up to 17 ms; the others start while it runs, as in training
 TOLERANCE = 0.1
+AGAINST = {"vs_float32": "float32", "vs_mpx": "mpx"}  # a column of ratios, and the side that they compare with
 
 
 class Compiled(NamedTuple):
-    """A step ready to run, and what it took to get there."""
+    """A compiled step, and the time it took to get there."""
 
     step: Step
     call: Any
-    lower_s: float  # tracing included
+    lower_s: float  # includes tracing
     compile_s: float
 
     @property
@@ -28,18 +29,17 @@ class Compiled(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Bytes that are alive while it runs: the arguments, the results that are not arguments again, temporaries."""
+        """Bytes alive while the step runs: arguments, results that do not reuse an argument, and temporaries."""
         found = self.call.memory_analysis()
         arguments, results = found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
         return arguments + results + found.temp_size_in_bytes
 
 
-def compile_step(name: str, case: Case) -> Compiled:
-    """Compile a side for shapes alone: nothing is allocated."""
-    made = SIDES[name].make
-    if made is None:
+def compile_step(side: Side, case: Case) -> Compiled:
+    """Compile a side from shapes, without allocating anything."""
+    if side.make is None:
         raise Unavailable("not in this benchmark")
-    step = made(case)
+    step = side.make(case)
     lowered: list[Any] = []
     shapes = jax.eval_shape(step.init)
     lower_s = seconds(lambda: lowered.append(jax.jit(step.run, donate_argnums=0).lower(*shapes)))
@@ -49,7 +49,7 @@ def compile_step(name: str, case: Case) -> Compiled:
 
 
 class Training:
-    """A step that goes on from its own state; a call runs `calls` steps and returns the seconds of one."""
+    """A step that continues from its own state. A call runs `calls` steps and returns the seconds per step."""
 
     def __init__(self, compiled: Compiled, calls: int):
         self.compiled, self.calls = compiled, calls
@@ -65,26 +65,26 @@ class Training:
         return seconds(self.once, self.calls)
 
 
-def prepare(name: str, case: Case, calls: int) -> tuple[Training, dict[str, Any]]:
-    """A side ready to run, and what compiling it has told."""
-    compiled = compile_step(name, case)
+def prepare(side: Side, case: Case, calls: int) -> tuple[Training, dict[str, Any]]:
+    """A side that is ready to run, and the figures from compiling it."""
+    compiled = compile_step(side, case)
     row = {"gib": compiled.temporary / 2**30, "compile_s": compiled.compile_s, "lower_s": compiled.lower_s}
     return Training(compiled, calls), row
 
 
-def contest(names: Sequence[str], case: Case, repeats: int, calls: int) -> dict[str, dict[str, Any]]:
-    """Rows of sides of JAX: seconds and losses, or a note why there are none."""
+def contest(sides: Mapping[str, Side], case: Case, repeats: int, calls: int) -> dict[str, dict[str, Any]]:
+    """One row for each JAX side: its seconds and losses, or a note that says why there are none."""
     rows: dict[str, dict[str, Any]] = {}
     running: dict[str, Training] = {}
-    for name in names:
-        made = attempt(prepare, name, case, calls)
+    for name, side in sides.items():
+        made = attempt(prepare, side, case, calls)
         if isinstance(made, Failure):
             rows[name] = {"note": made.why}
         else:
             running[name], rows[name] = made
-        progress(f"{case.network}, {'scan' if case.stacked else 'unrolled'}, {name}: {_said(rows[name])}")
+        progress(f"{case.network}, {case.layers}, {name}: {_said(rows[name])}")
     gc.collect()
-    gc.freeze()  # so that collecting before each repeat takes no time
+    gc.freeze()  # so that the collection before each repeat takes no time
     for name, times in race(running, repeats).items():
         if isinstance(times, Failure):
             rows[name]["note"] = times.why
@@ -92,7 +92,7 @@ def contest(names: Sequence[str], case: Case, repeats: int, calls: int) -> dict[
             rows[name] |= {"seconds": times.seconds, "losses": [float(loss) for loss in running[name].losses]}
     running.clear()
     gc.unfreeze()
-    gc.collect()  # their parameters, before those of the next case are made
+    gc.collect()  # frees their parameters before the next case makes its own
     return rows
 
 
@@ -100,19 +100,19 @@ def _said(row: dict[str, Any]) -> str:
     return row.get("note") or f"compiled in {row['compile_s']:.1f} s"
 
 
-def judge(loss: float, reference: Sequence[float]) -> str | None:
-    """What is wrong with a side's loss, if anything is: the fall of float32's loss is the measure."""
+def judge(loss: float, name: str, reference: Sequence[float]) -> str | None:
+    """A complaint if a side's loss is wrong: if it is far from the reference, compared with how far that one fell."""
     gap = abs(loss - reference[-1]) / max(abs(reference[0] - reference[-1]), 1e-6)
-    return None if gap <= TOLERANCE else f"WRONG: loss off by {gap:.0%} of what float32's fell"
+    return None if gap <= TOLERANCE else f"WRONG: loss off by {gap:.0%} of the fall of {name}"
 
 
-def conclude(rows: dict[str, dict[str, Any]]) -> None:
-    """Fill in what is read off two rows: ratios, and whether the losses agree."""
+def conclude(rows: dict[str, dict[str, Any]], against: Mapping[str, str] = AGAINST, reference: str = "float32") -> None:
+    """Fill in ratios to the sides named in `against`, and whether each loss agrees with that of `reference`."""
     timed = {name: Times(row["seconds"]) for name, row in rows.items() if "seconds" in row}
-    reference = rows.get("float32", {}).get("losses")
-    for name, found in figures(timed, {"vs_float32": "float32", "vs_mpx": "mpx"}).items():
+    expected = rows.get(reference, {}).get("losses")
+    for name, found in figures(timed, against).items():
         losses = rows[name]["losses"]
-        last = len(reference or losses) - 1  # PyTorch has made some steps more, to warm up
+        last = len(expected or losses) - 1  # PyTorch has made a few more steps, to warm up
         rows[name] |= {**found, "loss": losses[last]}
-        if reference:
-            rows[name]["note"] = judge(losses[last], reference)
+        if expected:
+            rows[name]["note"] = judge(losses[last], reference, expected)

@@ -1,8 +1,8 @@
 """Two Equinox networks, written in float32 as a user would: a ViT and a GPT-2.
 
-Layers are `jax.vmap`ped over tokens and networks over the batch. `layers="unrolled"` is a Python loop over blocks,
-`layers="scan"` a `lax.scan` over stacked ones. `attend` is the attention of one example: queries, keys and values of
-shape (tokens, heads, width), and whether it is causal.
+Layers are `jax.vmap`ped over tokens, and networks over the batch. The blocks run in a Python loop, or, with
+`stacked=True`, in a `lax.scan`. `attend` computes the attention of one example, from queries, keys and values of shape
+(tokens, heads, width) and a flag for causal attention.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Attend = Callable[[Any, Any, Any, bool], Any]
 
 
 def plain_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Softmax attention as one writes it."""
+    """Softmax attention, as most people write it."""
     scores = jnp.einsum("thd,shd->hts", q, k) / q.shape[-1] ** 0.5
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(scores.dtype).min)
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     heads: int = 12
     tokens: int = 196
     batch: int = 256
-    classes: int = 1000  # of a GPT, the vocabulary
+    classes: int = 1000  # for a GPT, the size of the vocabulary
 
 
 class Block(eqx.Module):
@@ -76,7 +76,7 @@ def run_blocks(blocks: Any, x: Any) -> Any:
 
 
 class ViT(eqx.Module):
-    """A vision transformer over patches, ViT-Base unless told otherwise; tokens are averaged."""
+    """A vision transformer over patches, by default ViT-Base. It averages the tokens."""
 
     embed: eqx.nn.Linear
     positions: Any
@@ -86,7 +86,7 @@ class ViT(eqx.Module):
 
     def __init__(self, sizes: Sizes, attend: Attend, stacked: bool, key: Any):
         keys = jax.random.split(key, 4)
-        self.embed = eqx.nn.Linear(768, sizes.width, key=keys[0])  # 16 x 16 patches of three colours
+        self.embed = eqx.nn.Linear(768, sizes.width, key=keys[0])  # patches of 16 x 16 pixels and three colours
         self.positions = 0.02 * jax.random.normal(keys[1], (sizes.tokens, sizes.width))
         self.blocks = make_blocks(sizes, False, attend, stacked, keys[2])
         self.norm = eqx.nn.LayerNorm(sizes.width)
@@ -98,7 +98,7 @@ class ViT(eqx.Module):
 
 
 class GPT(eqx.Module):
-    """A causal decoder like GPT-2 small; the embedding is the head."""
+    """A causal decoder like GPT-2 small. Embedding and head share their weights."""
 
     embed: Any
     positions: Any
@@ -122,7 +122,7 @@ SIZES = {"vit": Sizes(), "gpt": Sizes(tokens=1024, batch=16, classes=50257)}
 
 
 def loss_fn(model: Any, x: Any, y: Any) -> Any:
-    """The cross entropy of a batch; logits may be low, the loss is not."""
+    """The cross entropy of a batch. Logits may have low precision; the loss is float32."""
     logits = jax.vmap(model)(x).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 

@@ -1,4 +1,4 @@
-"""Pictures of results: bars of step time and memory for each side, and curves of growth. They need matplotlib."""
+"""Draw results with matplotlib: bars of step time and memory for each side, and curves of growth."""
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ def colour(row: dict[str, Any]) -> str:
 
 
 def save_steps(rows: Rows, path: Path) -> str:
-    """Bars of one case, the fastest first: milliseconds beside GiB."""
+    """Bars for one case, fastest first: milliseconds on the left, GiB on the right."""
     shown = sorted((row for row in rows if row.get("ms")), key=lambda row: row["ms"])
     if not shown:
         return f"no picture {path.name}: nothing was timed"
@@ -37,7 +37,7 @@ def save_steps(rows: Rows, path: Path) -> str:
 
 
 def save_growth(rows: Rows, path: Path) -> str:
-    """Curves over depth and over length, of milliseconds above GiB."""
+    """Curves over depth and over length: milliseconds above, GiB below."""
     if find_spec("matplotlib") is None:
         return f"no picture {path.name}: matplotlib is not installed"
     figure, axes = _figure(4, 8, 6)

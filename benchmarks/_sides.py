@@ -1,13 +1,14 @@
-"""The sides of a training step: one network, one AdamW, and many ways to run it in low precision.
+"""The sides of a training step: one network, one AdamW, and many ways to run them in low precision.
 
-A side makes, for a `Case`, a `Step`: `run(state, x, y)` gives the next state and the loss, and `init()` the first state
-and a batch. All start from the same parameters and the same batch. A side that can't run here raises `Unavailable`.
+A side turns a `Case` into a `Step`: `run(state, x, y)` returns the next state and the loss, `init()` the first state
+and a batch. All sides start from the same parameters and batch. A side that can't run here raises `Unavailable`.
 
-Peers come with `pip install -e '.[benchmarks]'`. Upstream jaxamp has our name, and lives in a folder of its own:
+`pip install -e '.[benchmarks]'` installs the peers. Upstream jaxamp has the same name as this package, so it goes into
+its own folder:
 
     pip install --no-deps --target peers/upstream jaxamp==0.0.4
 
-Another folder is named with `--upstream PATH` or the environment variable `JAXAMP_UPSTREAM`.
+To use another folder, pass `--upstream PATH` or set the environment variable `JAXAMP_UPSTREAM`.
 """
 
 import argparse
@@ -35,11 +36,19 @@ Loss = Callable[[Any, Any, Any], Any]
 
 
 class Case(NamedTuple):
-    """What is trained."""
+    """A network to train."""
 
     network: str
     sizes: Sizes
     stacked: bool  # a scan over the layers
+
+    @property
+    def layers(self) -> str:
+        return "scan" if self.stacked else "unrolled"
+
+    def about(self) -> dict[str, Any]:
+        """The part of a row that describes the case."""
+        return {"network": self.network, "layers": self.layers, "sizes": self.sizes._asdict()}
 
 
 class Step(NamedTuple):
@@ -68,7 +77,7 @@ def adamw(case: Case, loss: Loss, attend: Attend = plain_attention) -> Step:
 
 
 def float32(case: Case) -> Step:
-    """As written. On a GPU, XLA runs float32 matmuls on TF32 units."""
+    """The loss as written. On a GPU, XLA runs float32 matmuls on TF32 units."""
     return adamw(case, loss_fn)
 
 
@@ -77,7 +86,7 @@ def ours(case: Case, attend: Attend = plain_attention, **options: Any) -> Step:
 
 
 def ours_float16(case: Case) -> Step:
-    """With everything that float16 needs: a dynamic scaler, and updates only from finite gradients."""
+    """Float16 with all that it needs: a dynamic scaler, and updates only from finite gradients."""
     grad_fn = jaxamp.dynamic_scale_value_and_grad(jaxamp.amp(loss_fn, compute_dtype=jnp.float16))
 
     def run(state: Any, x: Any, y: Any) -> Any:
@@ -91,7 +100,7 @@ def ours_float16(case: Case) -> Step:
 
 
 def ours_float16_constant(case: Case, scale: float = 2.0**15) -> Step:
-    """The same numbers without the scaler's work: what float16 itself takes."""
+    """The same numbers without the work of the scaler, to see the cost of float16 alone."""
     loss = jaxamp.amp(loss_fn, compute_dtype=jnp.float16)
 
     def run(state: Any, x: Any, y: Any) -> Any:
@@ -111,7 +120,7 @@ def our_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def careful_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Attention for low operands: the softmax in float32, its result low again."""
+    """Attention for low-precision operands: a float32 softmax whose result is cast back."""
     scores = (jnp.einsum("thd,shd->hts", q, k) / q.shape[-1] ** 0.5).astype(jnp.float32)
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(jnp.float32).min)
@@ -123,7 +132,7 @@ def cudnn_attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 
 def hand_loss(model: Any, x: Any, y: Any) -> Any:
-    """Parameters and inputs cast once. LayerNorm computes its statistics in float32 by itself."""
+    """Cast parameters and inputs once. LayerNorm computes its statistics in float32 on its own."""
     return loss_fn(jaxamp.cast_floating(model, LOW), jaxamp.cast_floating(x, LOW), y)
 
 
@@ -141,7 +150,7 @@ def hand_cudnn(case: Case) -> Step:
 
 
 def mpx(case: Case) -> Step:
-    """MPX as its README has it: `filter_value_and_grad` with loss scaling, and `optimizer_update`."""
+    """MPX as in its README: `filter_value_and_grad` with loss scaling, and `optimizer_update`."""
     mpx = peer("mpx")
     mpx.set_half_precision_datatype(LOW)
     scaling = mpx.DynamicLossScaling(mpx.FLOAT16_MAX, min_loss_scaling=jnp.float32(1), period=2000)
@@ -158,7 +167,7 @@ def mpx(case: Case) -> Step:
 
 
 def jmp(case: Case) -> Step:
-    """JMP: parameters float32, computation and inputs low, the loss float32."""
+    """JMP: float32 parameters, low-precision computation and inputs, float32 loss."""
     jmp = peer("jmp")
     policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=LOW, output_dtype=jnp.float32)
 
@@ -170,13 +179,13 @@ def jmp(case: Case) -> Step:
 
 
 def upstream(case: Case) -> Step:
-    """jaxamp 0.0.4 as it was published."""
-    return adamw(case, upstream_module(mend=False).amp(loss_fn, compute_dtype=LOW))
+    """jaxamp 0.0.4 as published."""
+    return adamw(case, upstream_module(fix=False).amp(loss_fn, compute_dtype=LOW))
 
 
-def upstream_mended(case: Case) -> Step:
-    """jaxamp 0.0.4 with one line changed: since jax 0.9.2 `get_bind_params` returns one dict, not a pair."""
-    return adamw(case, upstream_module(mend=True).amp(loss_fn, compute_dtype=LOW))
+def upstream_fixed(case: Case) -> Step:
+    """jaxamp 0.0.4 with one line changed: since jax 0.9.2 `get_bind_params` returns a dict, not a pair."""
+    return adamw(case, upstream_module(fix=True).amp(loss_fn, compute_dtype=LOW))
 
 
 def peer(name: str) -> ModuleType:
@@ -190,14 +199,14 @@ DICT = "subfuns, bind_params = (), eqn.primitive.get_bind_params(eqn.params)"
 
 
 @functools.cache
-def upstream_module(mend: bool) -> ModuleType:
-    """Upstream's module with `amp`, beside ours: run from its file, for two packages can't have one name."""
+def upstream_module(fix: bool) -> ModuleType:
+    """Upstream's module with `amp`. It is run from its file, because two packages can't have the same name."""
     path = Path(os.environ.get("JAXAMP_UPSTREAM", "peers/upstream")) / "jaxamp" / "_amp.py"
     if not path.is_file():
         raise Unavailable("not installed")
     code = path.read_text(encoding="utf-8")
     module = ModuleType("jaxamp_upstream")
-    exec(compile(code.replace(PAIR, DICT) if mend else code, str(path), "exec"), module.__dict__)
+    exec(compile(code.replace(PAIR, DICT) if fix else code, str(path), "exec"), module.__dict__)
     return module
 
 
@@ -205,7 +214,7 @@ def upstream_module(mend: bool) -> ModuleType:
 
 
 class Side(NamedTuple):
-    """A way to run the step; `make` is none for those that `_torch.py` asks for."""
+    """A way to run the step. `make` is None for the sides that `_torch.py` runs."""
 
     title: str
     make: Callable[[Case], Step] | None
@@ -230,7 +239,7 @@ SIDES = {
     "mpx": Side("MPX 0.1.8", mpx),
     "jmp": Side("JMP 0.0.4", jmp),
     "upstream": Side("jaxamp 0.0.4", upstream),
-    "upstream-mended": Side("jaxamp 0.0.4, one line mended", upstream_mended),
+    "upstream-fixed": Side("jaxamp 0.0.4, one line fixed", upstream_fixed),
     "hand": Side("cast by hand", hand),
     "hand-cudnn": Side("cast by hand, cuDNN attention", hand_cudnn),
     "torch": Side("torch.autocast", None),
@@ -240,17 +249,17 @@ SIDES = {
 
 
 def ask_for_upstream(asked: argparse.ArgumentParser) -> None:
-    """The option that says where upstream jaxamp is: `upstream_module` reads what it sets."""
+    """Add the option for the folder of upstream jaxamp. It sets the variable that `upstream_module` reads."""
 
     class Found(argparse.Action):
         def __call__(self, asked: Any, options: Any, path: Any, option: Any = None) -> None:
             os.environ["JAXAMP_UPSTREAM"] = path
 
-    asked.add_argument("--upstream", action=Found, metavar="PATH", help="the folder that jaxamp 0.0.4 is installed in")
+    asked.add_argument("--upstream", action=Found, metavar="PATH", help="the folder where jaxamp 0.0.4 is installed")
 
 
 def choose(asked: str) -> list[str]:
-    """The sides named in an option, with commas between them."""
+    """The sides that an option names, separated by commas."""
     names = asked.split(",")
     if unknown := [name for name in names if name not in SIDES]:
         raise SystemExit(f"There is no side {', '.join(unknown)}. Choose from {', '.join(SIDES)}.")

@@ -1,4 +1,4 @@
-"""Timing sides against each other: interleaved, with median and spread. A side that fails says why, the rest go on."""
+"""Time sides against each other: interleaved, with median and spread. A side that fails says why; the others go on."""
 
 import gc
 import statistics
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._report import Column, number, percent, significant
+from ._tables import Column, number, percent, significant
 
 
 class Times(NamedTuple):
-    """Seconds of each repeat."""
+    """The seconds of each repeat."""
 
     seconds: list[float]
 
@@ -22,31 +22,31 @@ class Times(NamedTuple):
 
     @property
     def spread(self) -> float | None:
-        """Half the distance between the quartiles, as a share of the median. One repeat has none."""
+        """Half the distance between the quartiles, divided by the median. None for a single repeat."""
         if len(self.seconds) < 2:
             return None
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median
 
     def over(self, other: "Times") -> float:
-        """The median of the ratios of the repeats: each is of two neighbours in time."""
+        """The median over the repeats of the ratio of two neighbours in time."""
         if len(self.seconds) != len(other.seconds):
             return self.median / other.median
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
 class Unavailable(Exception):
-    """A side that can't be asked here; the message says so in a few words."""
+    """A side that can't run here. The message says why in a few words."""
 
 
 class Failure(NamedTuple):
-    """Stands where a result would."""
+    """Takes the place of a result."""
 
     why: str
 
 
 def few_words(error: Exception) -> str:
-    """An error, short enough for a table: its type and first line."""
+    """An error as text that is short enough for a table: its type and first line."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if isinstance(error, Unavailable):
         return str(error)
@@ -56,7 +56,7 @@ def few_words(error: Exception) -> str:
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> Any:
-    """What `fn` returns, or a `Failure`: peers fail in their own ways, and the run goes on."""
+    """Call `fn`, and return a `Failure` if it raises: peers fail in many ways, and the run should go on."""
     try:
         return fn(*args)
     except Exception as error:
@@ -64,7 +64,7 @@ def attempt(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def seconds(fn: Callable[[], Any], calls: int = 1, ready: Callable[[Any], Any] = jax.block_until_ready) -> float:
-    """Seconds that a call takes, over `calls` of them, until its results are there."""
+    """Seconds per call, averaged over `calls`, until the results are ready."""
     gc.collect()
     gc.disable()
     try:
@@ -78,13 +78,13 @@ def seconds(fn: Callable[[], Any], calls: int = 1, ready: Callable[[Any], Any] =
 
 
 def interleave(sides: Sequence[Callable[[], float]], repeats: int) -> list[Times]:
-    """Ask the sides for their times in turn, so that a busy moment hits all of them. The first round is dropped."""
+    """Time the sides in turn, so that a busy moment hits all of them. Drops the first round."""
     rounds = [[side() for side in sides] for _ in range(repeats + 1)]
     return [Times(list(column)) for column in zip(*rounds[1:], strict=True)]
 
 
 def race(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Times | Failure]:
-    """`interleave` for sides that may fail: one that raises drops out."""
+    """Like `interleave`, for sides that may fail: a side that raises drops out."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     failed: dict[str, Failure] = {}
     for _ in range(repeats + 1):
@@ -97,7 +97,7 @@ def race(sides: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Ti
 
 
 def figures(raced: Mapping[str, Times | Failure], against: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """A race as rows: ms, spread, and under each key of `against` how many times as fast as that side; or why not."""
+    """The rows of a race: ms, spread, and for each key of `against` how many times as fast as that side it is."""
     rows: dict[str, dict[str, Any]] = {}
     for name, times in raced.items():
         if isinstance(times, Failure):
@@ -111,7 +111,7 @@ def figures(raced: Mapping[str, Times | Failure], against: Mapping[str, str]) ->
 
 
 class Row(NamedTuple):
-    """One comparison: `plain` is what `ours` is measured against; `target` the ratio that it may cost, if any."""
+    """One comparison of `ours` with `plain`; `target` is the largest ratio to accept, if any."""
 
     name: str
     plain: Times

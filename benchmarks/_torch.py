@@ -1,6 +1,6 @@
-"""Ask PyTorch for its training steps, in a process of its own.
+"""Time PyTorch's training steps in a separate process.
 
-JAX and PyTorch each keep the memory of the device to themselves, and one that crashes must not take the other with it.
+JAX and PyTorch each reserve the memory of the device, and a crash of one must not take the other down.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from ._report import progress
+from ._tables import progress
 from ._timing import Failure, Unavailable, attempt
 
 SIDES = "torch", "torch-compile", "torch-compile-sdpa"
@@ -20,7 +20,7 @@ SIDES = "torch", "torch-compile", "torch-compile-sdpa"
 
 @dataclasses.dataclass
 class Asked:
-    """What the process is asked for; `sizes` are those of `_networks`."""
+    """The input of the process; `sizes` are those of `_networks`."""
 
     network: str
     sizes: Sequence[int]
@@ -29,7 +29,7 @@ class Asked:
 
 
 def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, Any]:
-    """Run the process. To be called before JAX takes the device's memory."""
+    """Run the process. Call this before JAX takes the device's memory."""
     if not sides:
         return {}
     progress(f"{asked.network}: asking PyTorch for {', '.join(sides)}")
@@ -38,7 +38,8 @@ def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, A
         return got
     if len(sides) == 1:
         return {sides[0]: {"why": got.why}}
-    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}  # one took all with it
+    # One crash took all of them down: try each alone.
+    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}
 
 
 def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyTorch's AdamW, fused in float32, and FlashAdamW, in a process of their own: see `_torch.py` for why.
+"""Time PyTorch's fused float32 AdamW and FlashAdamW in a separate process; `_torch.py` says why.
 
 python -m benchmarks._torch_optimizer < case.json
 """
@@ -16,7 +16,7 @@ SIDES = {"torch": "torch, fused AdamW, float32", "torch-flash": "torch, FlashAda
 
 
 def ask(tree: dict[str, tuple[int, ...]], grad_dtype: str, repeats: int, calls: int) -> dict[str, Any]:
-    """Seconds and bytes of each side, or why there are none."""
+    """Seconds and bytes of each side, or the reason why there are none."""
     question = {"shapes": {name: list(s) for name, s in tree.items()}, "grads": grad_dtype}
     got = attempt(_run, {**question, "repeats": repeats, "calls": calls})
     rows = {key: {"why": got.why} for key in SIDES} if isinstance(got, Failure) else got
@@ -56,7 +56,7 @@ def measure(question: dict[str, Any]) -> dict[str, Any]:
             from flashoptim import FlashAdamW
         except ImportError:
             raise Unavailable("needs flashoptim") from None
-        params = made(torch.bfloat16, torch.bfloat16)  # its gradients are of the parameter's dtype
+        params = made(torch.bfloat16, torch.bfloat16)  # it wants gradients in the dtype of the parameters
         return FlashAdamW(params, lr=1e-4), params
 
     rows: dict[str, Any] = {}

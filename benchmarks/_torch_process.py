@@ -1,9 +1,9 @@
-"""The same networks, parameters, batch and AdamW in PyTorch: the process that `_torch.py` asks.
+"""The process that `_torch.py` starts: the same networks, parameters, batch and AdamW in PyTorch.
 
     python -m benchmarks._torch_process --sides torch,torch-compile < case.json
 
-JAX makes the parameters, on the CPU. What comes back, for each side: seconds of the repeats and of the first call, peak
-bytes, and the losses.
+JAX makes the parameters on the CPU. For each side, the process prints the seconds of the repeats and of the first call,
+the peak bytes, and the losses.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def network(kind: str, p: Any, x: Any, heads: int, attend: Callable[..., Any]) -
 
 
 def parameters(module: Any, device: str) -> Any:
-    """An Equinox module's arrays, as nested dicts and lists of parameters."""
+    """The arrays of an Equinox module, as nested dicts and lists of parameters."""
     if isinstance(module, list | tuple):
         return [parameters(one, device) for one in module]
     if dataclasses.is_dataclass(module):
@@ -76,7 +76,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 class Training:
-    """A training step that keeps its parameters; a call runs `calls` steps and returns the seconds of one."""
+    """A training step that keeps its parameters. A call runs `calls` steps and returns the seconds per step."""
 
     def __init__(self, side: str, asked: Asked, model: Any, batch: Any, device: str):
         self.asked, self.device, self.losses = asked, device, []
@@ -108,10 +108,10 @@ class Training:
         return seconds(self.once, self.asked.calls, self.ready)
 
     def peak(self) -> int | None:
-        """Bytes at the peak of one step, with its parameters and optimizer's state, without those of other sides."""
+        """Peak bytes of one step, including its parameters and optimizer state, excluding those of other sides."""
         if self.device != "cuda":
             return None
-        self.optimizer.zero_grad(set_to_none=True)  # what stays is parameters and two moments
+        self.optimizer.zero_grad(set_to_none=True)  # leaves the parameters and two moments
         others = torch.cuda.memory_allocated() - 3 * sum(p.nbytes for p in leaves(self.params))
         torch.cuda.reset_peak_memory_stats()
         seconds(self.once, 1, self.ready)

@@ -1,4 +1,4 @@
-"""Trees of parameters for the benchmark of optimizers, as shapes: single matrices, and two language models."""
+"""Shapes of parameters for the optimizer benchmark: single matrices and two language models."""
 
 import math
 
@@ -8,7 +8,7 @@ def single(*shape: int) -> dict[str, tuple[int, ...]]:
 
 
 def gpt(layers: int, width: int, vocabulary: int, positions: int, biases: bool = True) -> dict[str, tuple[int, ...]]:
-    """The arrays of a GPT; with 12 layers of 768 and a vocabulary of 50257, the 148 of GPT-2 small."""
+    """The arrays of a GPT. 12 layers of width 768 and a vocabulary of 50257 give the 148 of GPT-2 small."""
     shapes: dict[str, tuple[int, ...]] = {"tokens": (vocabulary, width), "positions": (positions, width)}
     matrices = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     for i in range(layers):
@@ -33,5 +33,5 @@ def number(tree: dict[str, tuple[int, ...]]) -> int:
 
 
 def floor_bytes(params: int, state: int, grads: int) -> int:
-    """What a step moves at least: parameters and state are read and written, gradients read."""
+    """The fewest bytes that a step can move: it reads and writes parameters and state, and reads gradients."""
     return 2 * (params + state) + grads

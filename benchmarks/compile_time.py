@@ -1,10 +1,9 @@
-"""What does `amp` cost before anything runs?
+"""How much time does `amp` add before anything runs?
 
     python -m benchmarks.compile_time [--small] [--compiles 2]
 
-The time to trace, to lower and to compile a 12-layer ViT through `amp` against the plain one: the loss, and the loss
-with its gradient, with layers unrolled and in a `scan`. And the second eager call of a small MLP through `amp` against
-the plain eager call.
+The time to trace, lower and compile a 12-layer ViT, with `amp` and without: the loss, and the loss with its gradient,
+with layers unrolled and in a `scan`. And the time of the second eager call of a small MLP, with `amp` and without.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import jaxamp
 
 from ._networks import SIZES, Sizes, loss_fn, make
-from ._report import parser, publish
+from ._tables import parser, publish
 from ._timing import COMPARISON as COLUMNS
 from ._timing import Failure, Row, Times, attempt, interleave, seconds
 
@@ -27,7 +26,7 @@ Stage = dict[str, list[float]]
 
 
 def fresh() -> Callable[..., Any]:
-    """The loss as a new function object, so that no cache knows it."""
+    """The loss as a new function object that is in no cache."""
     return lambda *args: loss_fn(*args)
 
 
@@ -42,7 +41,7 @@ def stages(fn: Callable[..., Any], shapes: Any, kept: Stage, compiles: bool) -> 
 
 
 def network(sizes: Sizes, stacked: bool, what: str, repeats: int, compiles: int) -> list[Row]:
-    """Rows of one network: the sides take turns, and the first round is dropped, but not its compilation."""
+    """Rows of one network. The sides take turns; the first round is dropped, except for its compilation."""
     shapes = jax.eval_shape(lambda: make("vit", sizes, stacked=stacked))
     plain: Stage = {}
     ours: Stage = {}
@@ -74,7 +73,7 @@ def eager(calls: int, repeats: int) -> Row:
 
 def main() -> None:
     asked = parser(__doc__, "the loss of one thin layer, few repeats")
-    asked.add_argument("--compiles", type=int, default=1, help="how often each is compiled; traced more often")
+    asked.add_argument("--compiles", type=int, default=1, help="how many of the repeats compile; all of them trace")
     options = asked.parse_args()
     sizes, repeats, calls = (SMALL, 2, 10) if options.small else (SIZES["vit"], 4, 200)
     rows = [eager(calls, repeats).as_dict()]
@@ -85,7 +84,7 @@ def main() -> None:
             rows += [{"what": what, "verdict": got.why}] if failed else [row.as_dict() for row in got]
     notes = [
         f"{sizes.layers} layers; {repeats} repeats, {options.compiles} of them with compilation.",
-        "Ratio: how many times as long as plain float32, median over the repeats. Compiling includes autotuning.",
+        "Ratio: time divided by that of plain float32, median over the repeats. Compile times include autotuning.",
     ]
     publish("compile_time", COLUMNS, rows, notes, options.json)
 

@@ -3,7 +3,7 @@
     python -m benchmarks.growth [--small] [--layers unrolled|scan] [--picture PATH]
 
 One AdamW step of a ViT: 6, 12, 24 and 48 layers at 196 tokens and batch 64; and 128, 512, 2048 and 4096 tokens, 12
-layers, with 8192 tokens in a batch whatever their length. Sides: float32, ours, ours with our attention.
+layers, always with 8192 tokens in a batch. Sides: float32, ours, ours with our attention.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 from ._contest import STEPS, conclude, contest
 from ._networks import Sizes
 from ._pictures import save_growth
-from ._report import Column, number, parser, percent, publish, save, significant
 from ._sides import SIDES, Case, choose
+from ._tables import Column, number, parser, percent, publish, save, significant
 
 USUAL = "float32", "ours", "ours-attention"
 DEPTHS, LENGTHS, TOKENS = (6, 12, 24, 48), (128, 512, 2048, 4096), 8192
@@ -50,11 +50,13 @@ def main() -> None:
     repeats, calls = (3, 1) if options.small else (5, STEPS)
     notes = [
         f"Layers: {options.layers}. {repeats} repeats of {calls} steps. Ratio: how many times as fast as float32.",
-        "Temporary GiB: what XLA allocates beside arguments and results.",
+        "Temporary GiB: memory that XLA allocates on top of arguments and results.",
     ]
     table: list[dict[str, Any]] = []
     for growing, sizes in points(options.small):
-        rows = contest(names, Case("vit", sizes, options.layers == "scan"), repeats, calls)
+        rows = contest(
+            {name: SIDES[name] for name in names}, Case("vit", sizes, options.layers == "scan"), repeats, calls
+        )
         conclude(rows)
         about = {"growing": growing, "depth": sizes.layers, "tokens": sizes.tokens, "batch": sizes.batch}
         table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
@@ -67,8 +69,8 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     asked = parser(__doc__, "one thin layer and two sides")
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
-    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; {','.join(USUAL)} unless given")
-    asked.add_argument("--picture", type=Path, metavar="PATH", help="a PNG of the curves")
+    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; by default {','.join(USUAL)}")
+    asked.add_argument("--picture", type=Path, metavar="PATH", help="save the curves as a PNG")
     return asked.parse_args()
 
 

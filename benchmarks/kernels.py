@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides ours,mpx]
 
-The kernels of two steps, from a trace of the device, in groups by what they are for: XLA names a kernel after the
-operations that it was made of. A CPU has no kernels to trace.
+Traces two steps on the device and groups the kernels by purpose: XLA names a kernel after the operations in it. A CPU
+has no kernels to trace.
 """
 
 import re
@@ -18,13 +18,13 @@ import jax
 
 from ._contest import prepare
 from ._networks import SIZES
-from ._report import Column, number, parser, percent, progress, publish
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, percent, progress, publish
 from ._timing import Failure, Unavailable, attempt
 from .train_step import SMALL
 
 STEPS = 2
-GROUPS = {  # the first that fits
+GROUPS = {  # the first match counts
     "attention": "cudnn|flash|fmha",
     "matmuls": "nvjet|gemm|cutlass|cublas|splitk|_dot",
     "zeros": "^loop_broadcast|^memset",
@@ -47,9 +47,9 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Kernels overlap little: their sum is the time of a step but for the gaps between them.",
-    "Zeros and copies: in a scan, those are its buffers for what the backward pass reads.",
-    "Ratio: how many times the milliseconds of the first side.",
+    "Kernels overlap little: their sum is the time of a step, except for the gaps between them.",
+    "Zeros and copies: in a scan, these fill the buffers that the backward pass reads.",
+    "Ratio: milliseconds divided by those of the first side.",
 )
 
 
@@ -72,7 +72,7 @@ def traced(fn: Callable[[], Any]) -> Iterator[tuple[str, float]]:
 
 
 def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:
-    """Rows of groups, the longest first, of one step."""
+    """One row for each group, longest first, for one step."""
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for name, ms in kernels:
@@ -89,7 +89,7 @@ def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, An
 def measure(name: str, case: Case) -> list[dict[str, Any]]:
     if jax.default_backend() != "gpu":
         raise Unavailable("needs a GPU")
-    training, _ = prepare(name, case, STEPS)
+    training, _ = prepare(SIDES[name], case, STEPS)
     training()
     return tally(traced(training), STEPS)
 

@@ -1,12 +1,12 @@
-"""What does one matmul of activations and float32 weights cost forward and backward, and how right is its gradient?
+"""How long does a matmul with float32 weights take, forward and backward, and how accurate is its gradient?
 
     python -m benchmarks.matmul [--small]
 
-`x @ w` with its two gradients, x and w float32 at the border. Sides: as written; cast by hand, so that the weight's
-gradient is rounded through bfloat16; the same with `preferred_element_type=float32`, whose backward matmuls are
-float32 x bfloat16; and ours. Errors are of the weight's gradient, the norm of the difference over the
-norm: against the product accumulated in float32, and on small sizes against the float64 product. The values of operands
-and cotangent are ones that bfloat16 holds, so that all sides multiply the same numbers.
+`x @ w` and its two gradients, where x and w come in as float32. Sides: as written; cast by hand, which rounds the
+weight's gradient to bfloat16; the same with `preferred_element_type=float32`, whose backward matmuls are float32 x
+bfloat16; and ours. The error is that of the weight's gradient, the norm of the difference divided by the norm: against
+the product accumulated in float32, and for small sizes against the float64 product. Operands and cotangent are values
+that bfloat16 can represent, so all sides multiply the same numbers.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ import numpy as np
 
 import jaxamp
 
-from ._report import Column, number, parser, percent, publish, significant
+from ._tables import Column, number, parser, percent, publish, significant
 from ._timing import Failure, attempt, figures, race, seconds
 
 LOW = jnp.bfloat16
-FLOAT64_UP_TO = 2**27  # multiplications: what numpy does in a moment
+FLOAT64_UP_TO = 2**27  # multiplications, which numpy does in a moment
 COLUMNS = (
     Column("x", "x"),
     Column("w", "w"),
@@ -35,8 +35,8 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Ratio: how many times as fast as float32 (on a GPU, TF32), forward and backward, casts at the border included.",
-    "Error of dw: against the float32-accumulated product of the same operands, whose values bfloat16 holds.",
+    "Ratio: how many times as fast as float32 (on a GPU, TF32), forward and backward, including casts of inputs.",
+    "Error of dw: against the product accumulated in float32, of the same operands, which are exact in bfloat16.",
 )
 
 
@@ -93,7 +93,7 @@ def distance(a: Any, ref: Any) -> float:
 
 @jax.jit
 def accumulated(x: Any, ct: Any) -> Any:
-    """The weight's gradient from low operands, in float32 to the end."""
+    """The weight's gradient from low-precision operands, accumulated in float32 and not rounded."""
     return jnp.matmul(x.astype(LOW).T, ct.astype(LOW), preferred_element_type=jnp.float32)
 
 
@@ -110,7 +110,7 @@ def measure(shape: Shape, repeats: int, calls: int) -> list[dict[str, Any]]:
     runs = {name: both_ways(matmul) for name, matmul in SIDES.items()}
     rows = {}
     for name, run in runs.items():
-        found = attempt(lambda run=run: errors(run(*args)[2], args[0], args[2]))  # compiles as well
+        found = attempt(lambda run=run: errors(run(*args)[2], args[0], args[2]))  # this also compiles
         rows[name] = {"note": found.why} if isinstance(found, Failure) else found
     sides = {name: lambda run=run: seconds(lambda: run(*args), calls) for name, run in runs.items()}
     for name, row in figures(race(sides, repeats), {"vs_float32": "float32"}).items():

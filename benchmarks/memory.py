@@ -2,9 +2,9 @@
 
     python -m benchmarks.memory [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides a,b,c]
 
-Nothing runs: a step is compiled for shapes, and XLA says what it would need. The largest batch is the largest multiple
-of a sixteenth of the usual one whose arguments, results and temporaries stay below the device's limit, which is what
-JAX may allocate there. On a device that knows no limit, give one with `--limit-gib`.
+Nothing runs: the step is compiled from shapes, and XLA says how much memory it would need. The largest batch is a
+multiple of a sixteenth of the usual one; its arguments, results and temporaries stay below the limit that JAX may
+allocate on the device. If the device reports no limit, set one with `--limit-gib`.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import jax
 
 from ._contest import Compiled, compile_step
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, progress, publish, significant
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, progress, publish, significant
 from ._timing import Failure, Unavailable, attempt
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=16, classes=50)
@@ -37,10 +37,11 @@ COLUMNS = (
 
 
 def largest(needed: Callable[[int], int | None], limit: int, first: int, unit: int, probes: int) -> int:
-    """The largest multiple of `unit` seen to need at most `limit` bytes, after `probes` questions at most.
+    """The largest multiple of `unit` that was found to need at most `limit` bytes, in at most `probes` calls.
 
-    `needed` grows with its argument, nearly on a line; None means that it does not fit. Each guess is where the line
-    through the last two answers meets the limit, kept between what is known to fit and what is known not to.
+    `needed` grows almost linearly; None means that the batch does not fit. Each guess is the point where the line
+    through the last two answers meets the limit, kept between the largest batch known to fit and the smallest known not
+    to.
     """
     fits, too_large, points, guess = 0, None, [(0, 0)], first
     for _ in range(probes):
@@ -58,7 +59,7 @@ def largest(needed: Callable[[int], int | None], limit: int, first: int, unit: i
 
 
 def _meet(points: list[tuple[int, int]], limit: int, unit: int) -> int:
-    """Where the line through two points meets the limit, in whole units; 0 if it does not rise."""
+    """The point where the line through two points meets the limit, in whole units; 0 if the line does not rise."""
     (a, at_a), (b, at_b) = points
     if a == b or (at_b - at_a) / (b - a) <= 0:
         return 0
@@ -66,7 +67,7 @@ def _meet(points: list[tuple[int, int]], limit: int, unit: int) -> int:
 
 
 def _between(guess: int, fits: int, too_large: int | None, unit: int) -> int:
-    """A guess that would tell something new: the middle, where it would not."""
+    """The guess if it tells something new, else the middle."""
     if too_large is None:
         return min(max(guess, fits + unit), 8 * fits)
     if fits < guess < too_large:
@@ -77,11 +78,11 @@ def _between(guess: int, fits: int, too_large: int | None, unit: int) -> int:
 
 
 def ask(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
-    """A side's row: temporaries at the usual batch, and the largest batch."""
+    """The row of a side: its temporaries at the usual batch, and the largest batch."""
     seen: list[Compiled | None] = []
 
     def needed(batch: int) -> int | None:
-        got = attempt(compile_step, name, case._replace(sizes=case.sizes._replace(batch=batch)))
+        got = attempt(compile_step, SIDES[name], case._replace(sizes=case.sizes._replace(batch=batch)))
         if isinstance(got, Failure) and got.why != "out of memory":
             raise Unavailable(got.why)
         seen.append(None if isinstance(got, Failure) else got)
@@ -116,22 +117,22 @@ def main() -> None:
     limit = limit_of(options)
     case, probes = Case(options.network, sizes, options.layers == "scan"), 2 if options.small else 6
     names = choose(options.sides)
-    with ThreadPoolExecutor(max(os.cpu_count() // 3, 1)) as pool:  # nothing is timed, and compiling is most of the work
+    with ThreadPoolExecutor(max(os.cpu_count() // 3, 1)) as pool:  # nothing is timed, and most of the work is compiling
         rows = dict(zip(names, pool.map(lambda name: row_of(name, case, limit, probes), names), strict=True))
     compare(rows)
     about = {"network": options.network, "layers": options.layers, "sizes": sizes._asdict()}
     table = [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
-    notes = [f"Temporary GiB at batch {sizes.batch}; limit {limit / 2**30:.4g} GiB, arguments and results included."]
+    notes = [f"Temporary GiB at batch {sizes.batch}; limit {limit / 2**30:.4g} GiB, including arguments and results."]
     publish("memory", COLUMNS, table, notes, options.json)
 
 
 def limit_of(options: argparse.Namespace) -> int:
-    """What may be allocated: as asked, as the device says, or, in a small run on a device that says nothing, 2 MiB."""
+    """The limit from the options, else from the device; for a small run, 2 MiB."""
     known = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if options.limit_gib:
         return int(options.limit_gib * 2**30)
     if known is None and not options.small:
-        raise SystemExit("This device tells no limit of its memory. Give one with --limit-gib.")
+        raise SystemExit("This device does not report a memory limit. Set one with --limit-gib.")
     return known if known and not options.small else 2 * 2**20
 
 
@@ -139,7 +140,7 @@ def arguments() -> argparse.Namespace:
     asked = parser(__doc__, "one thin layer and two sides")
     asked.add_argument("--network", choices=["vit", "gpt"], default="vit")
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
-    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; {','.join(USUAL)} unless given")
+    asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; by default {','.join(USUAL)}")
     asked.add_argument("--limit-gib", type=float)
     ask_for_upstream(asked)
     options = asked.parse_args()

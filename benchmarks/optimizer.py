@@ -1,11 +1,11 @@
-"""What does a step of AdamW cost, compressed and not, in time, in kernels and in memory?
+"""How much time and memory does an AdamW step take, compressed and not, and how many kernels?
 
     python -m benchmarks.optimizer [--small] [--trees "4096 x 12288,GPT-2 small"] [--grads float32,bfloat16]
 
-One step on given gradients, parameters and state donated. Sides: ours; ours with loss scaling, where the step unscales
-the gradients, checks that they are finite and would skip; `optax.adamw` in float32; flashoptim-jax with its Pallas
-kernels; PyTorch's fused AdamW in float32 and its FlashAdamW, in a process of their own. The floor is the time that the
-device takes to copy what a side reads and writes at least: parameters and state twice, gradients once.
+One step on given gradients, with donated parameters and state. Sides: ours; ours with loss scaling, where the step
+unscales the gradients, checks that they are finite, and skips the update if not; `optax.adamw` in float32;
+flashoptim-jax with its Pallas kernels; PyTorch's fused float32 AdamW and FlashAdamW, in a separate process. The floor
+is the time that the device takes to copy the bytes that a side must move: parameters and state twice, gradients once.
 """
 
 import functools
@@ -19,7 +19,7 @@ import optax
 
 from jaxamp import optim
 
-from ._report import Column, number, parser, percent, progress, publish, save, significant
+from ._tables import Column, number, parser, percent, progress, publish, save, significant
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 from ._torch_optimizer import ask
 from ._trees import SMALL, TREES, floor_bytes
@@ -42,18 +42,18 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Ms: of a step that Python calls, which takes the host some microseconds per array. In a training step the host is"
-    " ahead, and what counts is the time on the device: that of the kernels, from a trace. PyTorch has the first.",
+    "Ms: a step called from Python, which costs the host some microseconds per array. In a training step the host runs"
+    " ahead, and the time of the kernels on the device counts, taken from a trace. PyTorch has only the first.",
     "Ratio: how many times as fast on the device.",
-    "Bytes: parameters and state, held between steps; temporary: besides, in a step.",
-    "The floor: the bytes that a side must move, over the bandwidth of a copy on this device.",
+    "Bytes: parameters and state, held between steps. Temporary: allocated during a step on top of these.",
+    "The floor: the bytes that a side must move, divided by the bandwidth of a copy on this device.",
 )
-CHECKED = (256, 1024), (2048, 8192)  # in small kernels a thread has one number, in others four
+CHECKED = (256, 1024), (2048, 8192)  # small kernels have one number per thread, others four
 Tree = dict[str, tuple[int, ...]]
 
 
 class Side:
-    """A compiled step that keeps its parameters and state; a call runs `calls` steps and returns the seconds of one."""
+    """A compiled step that keeps parameters and state. A call runs `calls` steps and returns the seconds per step."""
 
     def __init__(self, make: Callable[[Tree], tuple[Any, Any, Any]], tree: Tree, grads: Any, calls: int):
         step, params, state = make(tree)
@@ -69,7 +69,7 @@ class Side:
         return seconds(self.once, self.calls)
 
     def busy(self) -> float | None:
-        """Milliseconds of kernels in a step; None where there is no trace of them."""
+        """Milliseconds that the kernels of a step take; None if the device has no trace of them."""
         found = [ms for _, ms in traced(self)]
         return sum(found) / self.calls if found else None
 
@@ -84,7 +84,7 @@ class Side:
 
 
 def kernels(text: str) -> int:
-    """Kernels that a compiled program launches, by its entry."""
+    """The number of kernels that a compiled program launches, counted in its entry computation."""
     entry = text[text.index("ENTRY") :]
     return len(re.findall(r" = \S.* (?:fusion|copy|custom-call|reduce|concatenate)\(", entry))
 
@@ -143,7 +143,7 @@ SIDES = {
 
 
 def bandwidth(size: int) -> float:
-    """Bytes per second that the device reads and writes in a copy of `size` bytes."""
+    """Bytes per second that the device reads and writes while it copies `size` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)
     (times,) = race({"copy": lambda: seconds(lambda: copy(x), 10)}, 5).values()
@@ -153,7 +153,7 @@ def bandwidth(size: int) -> float:
 
 
 def check(shape: tuple[int, int], steps: int = 3) -> str:
-    """Compiled steps beside the same steps run operation by operation: compilers have dropped corrections before."""
+    """Compare compiled steps with the same steps run eagerly: compilers have dropped the correction before."""
     grads = [drawn({"w": shape}, jnp.float32) for _ in range(steps)]
     ends = []
     for compiled in (True, False):
@@ -167,9 +167,9 @@ def check(shape: tuple[int, int], steps: int = 3) -> str:
     }
     corrections = _share(jax.tree.map(lambda x: x != 0, ends[0]["correction"]))
     if corrections < 0.9 or max(differ.values()) > 0.01:
-        raise SystemExit(f"WRONG, {shape}: {corrections:.2f} of corrections are not zero; differ, eager: {differ}")
+        raise SystemExit(f"WRONG, {shape}: {corrections:.2f} of corrections are nonzero; differ from eager: {differ}")
     apart = ", ".join(f"{name} {share:.1e}" for name, share in differ.items())
-    return f"Checked, {shape}: {corrections:.2f} of corrections are not zero; of a run by operations differ {apart}."
+    return f"Checked, {shape}: {corrections:.2f} of corrections are nonzero; shares that differ from eager: {apart}."
 
 
 def _share(tree: Any) -> float:
@@ -204,7 +204,7 @@ def measure(name: str, tree: Tree, grad_dtype: str, speed: float, repeats: int, 
 
 
 def compare(rows: dict[str, dict[str, Any]], speed: float) -> None:
-    """Fill in the ratios: of times on the device, or where there is no trace of it, of those that Python sees."""
+    """Fill in the ratios: of the times on the device, or without a trace, of the times seen from Python."""
     taken = {key: row.get("busy") or row["ms"] for key, row in rows.items() if row.get("ms")}
     for key, ms in taken.items():
         rows[key]["floor"] = ms / 1e3 / (rows[key]["least"] / speed)
@@ -213,8 +213,8 @@ def compare(rows: dict[str, dict[str, Any]], speed: float) -> None:
 
 def main() -> None:
     asked = parser(__doc__, "two small trees")
-    asked.add_argument("--trees", default=",".join(TREES), help="which trees, by name")
-    asked.add_argument("--grads", default="float32,bfloat16", help="dtypes of gradients")
+    asked.add_argument("--trees", default=",".join(TREES), help="names of trees, separated by commas")
+    asked.add_argument("--grads", default="float32,bfloat16", help="dtypes of the gradients")
     options = asked.parse_args()
     trees = SMALL if options.small else {name: TREES[name] for name in options.trees.split(",")}
     dtypes = ["bfloat16"] if options.small else options.grads.split(",")

@@ -1,9 +1,10 @@
-"""What does dynamic loss scaling cost a training step, in time and in memory?
+"""How much time and memory does dynamic loss scaling add to a training step?
 
     python -m benchmarks.scaler [--small] [--layers 12 --width 768 --tokens 196 --batch 64]
 
-One AdamW step of a transformer in float16 through `amp`, four times: without scaling; with it; with `redo_on_nan`, on
-batches that need no redo; and the other way to write a redo, one evaluation before the loop and one inside of it.
+One AdamW step of a transformer in float16 with `amp`, in four versions: without scaling; with scaling; with
+`redo_on_nan`, on batches that need no redo; and with a redo written the other way, as one evaluation before the loop
+and one inside it.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ import optax
 import jaxamp
 
 from ._networks import Sizes, loss_fn, make
-from ._report import Column, number, parser, publish, significant
+from ._tables import Column, number, parser, publish, significant
 from ._timing import COMPARISON, Row, interleave, seconds
 
 OPTIMIZER = optax.adamw(1e-4)
 Step = Callable[..., Any]
-TITLES = {  # and what each may cost
+TITLES = {  # with the largest ratio to accept
     "plain": ("without scaling", None),
     "scaled": ("dynamic_scale_value_and_grad", 1.05),
     "redone": ("the same, redo_on_nan=3", 1.1),
@@ -61,7 +62,7 @@ def redone(loss: Step) -> Step:
 
 
 def twice(loss: Step) -> Step:
-    """One evaluation before the loop, one inside of it."""
+    """One evaluation before the loop, one inside it."""
     once = jaxamp.dynamic_scale_value_and_grad(loss)
 
     def value_and_grad(*args: Any, dynamic_scaler_state: Any) -> Any:
@@ -84,7 +85,7 @@ def measure(sizes: dict[str, int], repeats: int) -> list[dict[str, Any]]:
     sides, bytes_ = {}, {}
     for side in (plain, scaled, redone, twice):
         state = params, OPTIMIZER.init(params), jaxamp.DynamicScalerState.static(128.0)
-        state = jax.tree.map(jnp.copy, jax.tree.map(jnp.asarray, state))  # its own: it is donated
+        state = jax.tree.map(jnp.copy, jax.tree.map(jnp.asarray, state))  # a copy, because it is donated
         step = jax.jit(side(jaxamp.amp(loss_fn)), donate_argnums=(0, 1, 2)).lower(*state, x, y).compile()
         bytes_[side.__name__] = step.memory_analysis().temp_size_in_bytes
         sides[side.__name__] = _timed(step, state, x, y)

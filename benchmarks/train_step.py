@@ -3,12 +3,12 @@
     python -m benchmarks.train_step [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides a,b,c]
 
 One AdamW step of a ViT-B (12 layers, width 768, 196 tokens, batch 256) and of a decoder like GPT-2 small (1024 tokens,
-vocabulary 50257, batch 16), with layers unrolled and in a `scan`. Without `--sides`, each case has those that tell
-something there; `--sides all` runs all of them. Peers are described in `_sides.py`.
+vocabulary 50257, batch 16), with layers unrolled and in a `scan`. Without `--sides`, each case runs the sides
+that are interesting there; `--sides all` runs every side. `_sides.py` describes the peers.
 
-The sides of JAX take turns. Those of PyTorch take turns before them, in a process of their own. All train from the same
-parameters on the same batch. A side whose loss, after the same number of steps, is away from float32's by more than
-10 % of what float32's fell is flagged.
+The JAX sides take turns. The PyTorch sides take turns before them, in a separate process. All start from the same
+parameters and train on the same batch. A side is flagged if, after the same number of steps, its loss differs from
+float32's by more than 10 % of the distance that float32's loss fell.
 """
 
 import argparse
@@ -18,21 +18,22 @@ from typing import Any
 from . import _torch
 from ._contest import STEPS, TOLERANCE, conclude, contest
 from ._networks import SIZES, Sizes
-from ._report import Column, number, parser, percent, publish, save, significant
 from ._sides import SIDES, Case, ask_for_upstream, choose
+from ._tables import Column, number, parser, percent, publish, save, significant
 
 SMALL = Sizes(layers=1, width=32, heads=2, tokens=8, batch=4, classes=50)
 SMALL_SIDES = "float32", "ours", "upstream", "hand-cudnn", "torch"
 CORE = "float32", "ours", "ours-attention", "mpx"
-# An unrolled network takes long to compile: it meets each peer once. A scan does not: there the presets are compared.
+# An unrolled network takes long to compile, so it runs against each peer once. A scan compiles fast, so it also
+# compares the presets.
 USUAL = {
     ("vit", "unrolled"): (
         *("float32", "ours", "ours-float16", "ours-attention", "ours-attention-fast", "ours-attention-keep", "mpx"),
-        *("upstream", "upstream-mended", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
+        *("upstream", "upstream-fixed", "hand", "hand-cudnn", "torch", "torch-compile", "torch-compile-sdpa"),
     ),
     ("vit", "scan"): (
         *("float32", "ours", "ours-conservative", "ours-fast", "ours-torch", "ours-float16", "ours-float16-constant"),
-        *("ours-attention", "ours-attention-fast", "mpx", "jmp", "upstream", "upstream-mended", "hand", "hand-cudnn"),
+        *("ours-attention", "ours-attention-fast", "mpx", "jmp", "upstream", "upstream-fixed", "hand", "hand-cudnn"),
     ),
     ("gpt", "unrolled"): (*CORE, "hand-cudnn", "torch-compile-sdpa"),
     ("gpt", "scan"): CORE,
@@ -51,20 +52,32 @@ COLUMNS = (
     Column("note", "note"),
 )
 NOTES = (
-    "Ratios: how many times as fast, the median over the repeats, each of two neighbours in time.",
-    "Temporary GiB: what XLA allocates beside arguments and results; of PyTorch, the peak, parameters included.",
-    "Compile s: XLA alone, the autotuning of kernels that no earlier side needed included; of PyTorch, the first call.",
-    f"Loss: after the same number of steps; flagged if away from float32's by over {TOLERANCE:.0%} of what that fell.",
-    "PyTorch runs in a process of its own, before the others: its repeats are not interleaved with theirs.",
+    "Ratios: how many times as fast. Each repeat is divided by its neighbour in time; the median is shown.",
+    "Temporary GiB: memory that XLA allocates on top of arguments and results. For PyTorch: the peak, with parameters.",
+    "Compile s: XLA alone, including autotuning of kernels that no earlier side needed. For PyTorch: the first call.",
+    f"Loss: after the same number of steps; flagged if further from float32's than {TOLERANCE:.0%} of float32's fall.",
+    "PyTorch runs in a separate process before the others, so its repeats are not interleaved with theirs.",
 )
 
 
-def sides_of(network: str, layers: str, options: argparse.Namespace) -> Sequence[str]:
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The networks to train. Without `--network` and `--layers`, all of them; with `--small`, one."""
+    networks = [options.network] if options.network else ["vit"] if options.small else ["vit", "gpt"]
+    layers = [options.layers] if options.layers else ["unrolled"] if options.small else ["unrolled", "scan"]
+    sizes = {network: SMALL if options.small else SIZES[network] for network in networks}
+    return [Case(network, sizes[network], how == "scan") for network in networks for how in layers]
+
+
+def repeats_and_calls(options: argparse.Namespace) -> tuple[int, int]:
+    return (3, 1) if options.small else (options.repeats, STEPS)
+
+
+def sides_of(case: Case, options: argparse.Namespace) -> Sequence[str]:
     if options.sides == "all":
-        return [name for name, side in SIDES.items() if layers == "unrolled" or side.make is not None]
+        return [name for name, side in SIDES.items() if side.make is not None or not case.stacked]
     if options.sides:
         return choose(options.sides)
-    return SMALL_SIDES if options.small else USUAL[network, layers]
+    return SMALL_SIDES if options.small else USUAL[case.network, case.layers]
 
 
 def torch_row(got: dict[str, Any]) -> dict[str, Any]:
@@ -76,37 +89,37 @@ def torch_row(got: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     options = arguments()
-    repeats, calls = (3, 1) if options.small else (options.repeats, STEPS)
-    networks = [options.network] if options.network else ["vit"] if options.small else ["vit", "gpt"]
-    layers = [options.layers] if options.layers else ["unrolled"] if options.small else ["unrolled", "scan"]
-    cases = [(network, how) for network in networks for how in layers]
-    sizes = {network: SMALL if options.small else SIZES[network] for network in networks}
-    torch = {}  # first: JAX keeps the device's memory once it has it
-    for network, how in cases:
-        names = [name for name in sides_of(network, how, options) if SIDES[name].make is None]
-        torch[network, how] = _torch.ask(names, _torch.Asked(network, sizes[network], repeats, calls))
+    cases, repeats, calls = cases_of(options), *repeats_and_calls(options)
+    torch = {}  # first, because JAX keeps the device's memory once it has it
+    for case in cases:
+        names = [name for name in sides_of(case, options) if SIDES[name].make is None]
+        torch[case] = _torch.ask(names, _torch.Asked(case.network, case.sizes, repeats, calls))
 
     table: list[dict[str, Any]] = []
     notes = [*NOTES, f"{repeats} repeats of {calls} steps."]
-    for network, how in cases:
-        names = [name for name in sides_of(network, how, options) if SIDES[name].make is not None]
-        rows = contest(names, Case(network, sizes[network], how == "scan"), repeats, calls)
-        rows |= {name: torch_row(got) for name, got in torch[network, how].items()}
+    for case in cases:
+        names = [name for name in sides_of(case, options) if SIDES[name].make is not None]
+        rows = contest({name: SIDES[name] for name in names}, case, repeats, calls)
+        rows |= {name: torch_row(got) for name, got in torch[case].items()}
         conclude(rows)
-        about = {"network": network, "layers": how, "sizes": sizes[network]._asdict()}
-        table += [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
+        table += [{**case.about(), "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
         save("train_step", table, notes, options.json)
     publish("train_step", COLUMNS, table, notes, options.json)
 
 
 def arguments() -> argparse.Namespace:
     asked = parser(__doc__, "one thin layer of a ViT and few sides")
-    asked.add_argument("--network", choices=["vit", "gpt"])
-    asked.add_argument("--layers", choices=["unrolled", "scan"])
+    ask_for_cases(asked)
     asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; or all")
-    asked.add_argument("--repeats", type=int, default=5)
     ask_for_upstream(asked)
     return asked.parse_args()
+
+
+def ask_for_cases(asked: argparse.ArgumentParser) -> None:
+    """The options that `cases_of` and `repeats_and_calls` read."""
+    asked.add_argument("--network", choices=["vit", "gpt"])
+    asked.add_argument("--layers", choices=["unrolled", "scan"])
+    asked.add_argument("--repeats", type=int, default=5)
 
 
 if __name__ == "__main__":

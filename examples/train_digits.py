@@ -1,9 +1,9 @@
-"""Train a small vision transformer on handwritten digits in float32, and in mixed precision with both half dtypes.
+"""Train a small vision transformer on handwritten digits, in float32 and in mixed precision with both half dtypes.
 
     pip install -e '.[examples]' && python examples/train_digits.py
 
-The model is written in plain float32. The runs differ in two things: the loss goes through `jaxamp.amp`, and float16
-has a loss scaler. The other two have one that does nothing.
+The model is plain float32 code. For mixed precision, its loss is wrapped in `jaxamp.amp`. The float16 run also scales
+the loss; the other two use a scaler that does nothing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def loss_fn(params, images, labels):
 
 
 def train(name, loss_fn, scaler, train_set, test_set, steps):
-    """Train on `loss_fn` and return what was seen on the way. Nothing in here knows about precision."""
+    """Train on `loss_fn` and return losses, accuracies and times. Nothing in here knows about precision."""
     params, random = init(jax.random.key(0)), np.random.default_rng(0)
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps), weight_decay=0.05)
     grad_fn = jaxamp.dynamic_scale_value_and_grad(loss_fn, has_aux=True)
@@ -68,7 +68,7 @@ def train(name, loss_fn, scaler, train_set, test_set, steps):
     losses, accuracies, times = [], [], []
     for i in track(range(steps), f"{name:>14}"):
         rows = random.choice(len(train_set[0]), BATCH, replace=False)
-        noise = 0.5 * random.standard_normal((BATCH, 8, 8), np.float32)  # so that it can't learn the images by heart
+        noise = 0.5 * random.standard_normal((BATCH, 8, 8), np.float32)  # so that the model can't memorise the images
         batch = train_set[0][rows] + noise, train_set[1][rows]
         start = time.perf_counter()
         params, state, scaler, loss = jax.block_until_ready(step(params, state, scaler, *batch))
@@ -81,7 +81,7 @@ def train(name, loss_fn, scaler, train_set, test_set, steps):
         "losses": losses,
         "accuracies": accuracies,
         "time": np.median(times[1:]),  # the first step compiles
-        "kept": jaxamp.bytes_kept(loss_fn)(params, *batch).before,  # of the loss as it is given
+        "kept": jaxamp.bytes_kept(loss_fn)(params, *batch).before,  # before another amp: loss_fn as passed in
         "scaler": jaxamp.scaler_metrics(scaler),
     }
 
@@ -93,7 +93,7 @@ def draw(runs, path):
         {"color": "C0", "lw": 6, "alpha": 0.4},
         {"color": "C1", "lw": 2.5},
         {"color": "k", "lw": 0.8},
-    )  # on top of it
+    )  # a wide line first, thin ones on top of it
     for (name, run), look in zip(runs.items(), looks, strict=True):
         left.semilogy(range(1, len(run["losses"]) + 1), run["losses"], label=name, **look)
         right.plot(*np.transpose(run["accuracies"]), label=f"{name}: {run['accuracies'][-1][1]:.1%} at the end", **look)
@@ -109,7 +109,7 @@ def draw(runs, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="at least 2")
-    parser.add_argument("--out", default="digits.png", help="where the picture of the runs goes")
+    parser.add_argument("--out", default="digits.png", help="where to save the picture of the runs")
     options = parser.parse_args()
 
     digits, order = load_digits(), np.random.default_rng(0).permutation(1797)
@@ -133,9 +133,9 @@ def main():
     table.add_row("loss scale at the end", *(f"{run['scaler']['scale']:.0f}" for run in runs.values()))
     table.add_row("steps skipped", *(f"{run['scaler']['total_skipped']}" for run in runs.values()))
     print(table)
-    print("A CPU shows correctness and bytes, not speed.")
+    print("On a CPU, compare accuracy and bytes, not speed.")
     draw(runs, options.out)
-    print(f"The runs in a picture: {options.out}")
+    print(f"Picture of the runs: {options.out}")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import sys
 import pytest
 from helpers import ROOT
 
-from benchmarks import _torch, _trees, kernels, memory, optimizer, results, train_step
+import jaxamp
+from benchmarks import _torch, _trees, kernels, memory, optimizer, passes, train_step, write_results
 from benchmarks._contest import conclude
-from benchmarks._report import Column, markdown, number, text
 from benchmarks._sides import SIDES, choose, upstream_module
+from benchmarks._tables import Column, markdown, number, text
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
 
 # -- the largest batch
@@ -108,7 +109,7 @@ def test_a_side_that_is_fast_and_wrong_is_flagged():
     rows = raced_rows(float32=[7.0, 6.5, 6.0], good=[7.0, 6.5, 6.05], lazy=[7.0, 7.0, 7.0], lost=[7.0, 6.0, math.nan])
     conclude(rows)
     assert [name for name, row in rows.items() if row["note"]] == ["lazy", "lost"]
-    assert rows["lazy"]["note"] == "WRONG: loss off by 100% of what float32's fell"
+    assert rows["lazy"]["note"] == "WRONG: loss off by 100% of the fall of float32"
 
 
 def test_losses_are_compared_after_the_same_number_of_steps():
@@ -158,9 +159,9 @@ def test_upstream_is_run_from_the_folder_that_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_step", "--upstream", str(tmp_path)])
     load = upstream_module.__wrapped__  # it remembers what it has loaded
     with pytest.raises(Unavailable, match="not installed"):
-        load(mend=False)
+        load(fix=False)
     train_step.arguments()
-    assert load(mend=False).here
+    assert load(fix=False).here
 
 
 def test_a_misspelt_side_is_named():
@@ -182,6 +183,27 @@ def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers,
         *("ours-keep", "ours-attention", "ours-attention-keep", "mpx", "jmp", "hand"),
     }
     assert not [row for row in rows.values() if (row["note"] or "").startswith("WRONG")]
+
+
+# -- passes
+
+
+def test_each_pass_is_disabled_in_turn():
+    assert list(passes.SIDES) == [passes.ALL, *passes.PASSES, passes.NONE]
+    assert set(passes.SMALL_SIDES) <= set(passes.SIDES)
+    disabled = [side.make.keywords["disable_passes"] for side in passes.SIDES.values()]
+    assert disabled == [(), *((name,) for name in passes.PASSES), passes.PASSES]
+    for names in disabled:
+        jaxamp.amp(lambda x: x, disable_passes=names)  # raises for a name that is not a pass
+
+
+def test_a_pass_is_worth_the_time_and_memory_of_a_step_without_it():
+    step = lambda seconds, gib, loss: {"seconds": [seconds, seconds], "gib": gib, "losses": [7.0, loss]}
+    rows = {passes.ALL: step(2.0, 4.0, 6.0), "good": step(3.0, 6.0, 6.01), "wrong": step(2.0, 4.0, 6.5)}
+    passes.compare(rows | {"bad": (bad := {"note": "out of memory"})})
+    assert [(row["time_ratio"], row["memory_ratio"]) for row in rows.values()] == [(1, 1), (1.5, 1.5), (1, 1)]
+    assert [row["note"] for row in rows.values()] == [None, None, "WRONG: loss off by 50% of the fall of all passes"]
+    assert bad == {"note": "out of memory"}
 
 
 # -- kernels
@@ -225,8 +247,8 @@ def test_results_have_the_fastest_first_ours_in_bold_and_failures_last(tmp_path)
     rows = [step("mpx", None, "out of memory"), step("float32", 9.0), step("ours", 4.0)]
     write(tmp_path, "one", "train_step", rows)
     write(tmp_path, "two", "train_step", [step("ours", 3.0, network="gpt")])
-    (section,) = results.read(tmp_path)
-    page = results.document([section], tmp_path)
+    (section,) = write_results.read(tmp_path)
+    page = write_results.document([section], tmp_path)
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in lines[:5]] == ["side", "---", "**ours**", "float32", "mpx"]
     assert lines[4].endswith("| out of memory |")
@@ -238,7 +260,7 @@ def test_results_have_the_fastest_first_ours_in_bold_and_failures_last(tmp_path)
 def test_results_of_another_device_are_a_section_that_says_so(tmp_path):
     write(tmp_path, "one", "train_step", [step("ours", 4.0)])
     write(tmp_path, "two", "train_step", [step("ours", 5.0)], device="cpu")
-    page = results.document(results.read(tmp_path), tmp_path)
+    page = write_results.document(write_results.read(tmp_path), tmp_path)
     assert "Measured on H200; jax 1." in page or "Measured on cpu; jax 1." in page
     assert "On cpu; jax 1." in page or "On H200; jax 1." in page
 
@@ -248,7 +270,7 @@ def test_pictures_are_saved_where_matplotlib_is(tmp_path):
     write(tmp_path, "one", "train_step", [step("ours", 4.0), step("float32", 8.0)])
     point = {"growing": "depth", "depth": 6, "tokens": 196, "batch": 64, "side": "ours", "title": "ours"}
     write(tmp_path, "two", "growth", [{**point, "ms": 1.0, "gib": 1.0}, {**point, "depth": 12, "ms": 2.0, "gib": 2.0}])
-    page = results.document(results.read(tmp_path), tmp_path)
+    page = write_results.document(write_results.read(tmp_path), tmp_path)
     for name in ("step_vit_scan.png", "growth.png"):
         assert f"]({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

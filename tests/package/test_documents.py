@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from benchmarks import results
+from benchmarks import write_results
 
 
 @pytest.mark.promotes
@@ -37,7 +37,7 @@ def test_the_digits_example_runs(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"results"}
+BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"write_results"}
 
 
 SLOW = BENCHMARKS - {"kernels", "matmul"}
@@ -49,6 +49,6 @@ def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
     command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(written)]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "ratio" in run.stdout
-    monkeypatch.setattr(sys, "argv", ["results", str(tmp_path), "--out", str(rendered)])
-    results.main()
+    monkeypatch.setattr(sys, "argv", ["write_results", str(tmp_path), "--out", str(rendered)])
+    write_results.main()
     assert f"python -m benchmarks.{name}" in rendered.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""How long does a report take, against tracing what it is about?
+"""How long does a report take, compared with tracing the function?
 
-    python -m benchmarks.report [--small]
+    python -m benchmarks.report_time [--small]
 
-`amp_report` of the loss of a 48-layer ViT, against tracing its value and gradient without `amp`; the forward pass alone
-against tracing the loss; with layers unrolled and in a `scan`. And how large its page is.
+`amp_report` of the loss of a 48-layer ViT, compared with tracing its value and gradient without `amp`; and for the
+forward pass alone, compared with tracing the loss. With layers unrolled and in a `scan`. Also the size of its page.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxamp
 
 from ._networks import Sizes, loss_fn, make
-from ._report import Column, number, parser, publish
+from ._tables import Column, number, parser, publish
 from ._timing import COMPARISON, Row, interleave, seconds
 
 SMALL = Sizes(layers=1, width=16, heads=2, tokens=8, batch=2, classes=10)
@@ -26,7 +26,7 @@ COLUMNS = (*COMPARISON, Column("rows", "rows"), Column("page MB", "page_mb", num
 
 
 def fresh() -> Callable[..., Any]:
-    """The loss as a new function object, so that no cache knows it."""
+    """The loss as a new function object that is in no cache."""
     return lambda *args: loss_fn(*args)
 
 
@@ -53,10 +53,8 @@ def main() -> None:
     options = parser(__doc__, "one thin layer and few repeats").parse_args()
     sizes, repeats = (SMALL, 2) if options.small else (LARGE, 3)
     rows = [row for stacked in (False, True) for row in measure(sizes, stacked, repeats)]
-    notes = [
-        f"{repeats} repeats. Ratio: how many times as long as tracing the plain function, median over the repeats."
-    ]
-    publish("report", COLUMNS, rows, notes, options.json)
+    notes = [f"{repeats} repeats. Ratio: time divided by that of tracing the plain function, median over the repeats."]
+    publish("report_time", COLUMNS, rows, notes, options.json)
 
 
 if __name__ == "__main__":

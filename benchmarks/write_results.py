@@ -1,9 +1,9 @@
-"""Render what a run has measured, as `benchmarks/RESULTS.md` with pictures beside it.
+"""Write measured results to `benchmarks/RESULTS.md`, and pictures next to it.
 
-    python -m benchmarks.results DIR [--out PATH]
+    python -m benchmarks.write_results DIR [--out PATH]
 
-`DIR` holds what the benchmarks wrote with `--json`. Several files of one benchmark are put together. Pictures need
-matplotlib, and are left out without it.
+`DIR` holds the files that the benchmarks wrote with `--json`. Several files of one benchmark are merged. Pictures need
+matplotlib and are left out without it.
 """
 
 import argparse
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._pictures import save_growth, save_steps
-from ._report import markdown
+from ._tables import markdown
 
 # In the order of RESULTS.md.
-QUESTIONS = "train_step kernels memory growth matmul compile_time scaler optimizer report".split()
-TABLES = {  # what a table has in common, and what it is called
+QUESTIONS = "train_step passes kernels memory growth matmul compile_time scaler optimizer report_time".split()
+TABLES = {  # the keys that the rows of a table share, and the name of the table
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
+    "passes": (("network", "layers"), "{network}, layers {layers}"),
     "kernels": (("network", "layers", "title"), "{network}, layers {layers}, {title}"),
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),
@@ -30,7 +31,7 @@ TABLES = {  # what a table has in common, and what it is called
 
 
 class Section(NamedTuple):
-    """What one benchmark has measured."""
+    """The results of one benchmark."""
 
     question: str
     setting: str  # device and versions
@@ -39,7 +40,7 @@ class Section(NamedTuple):
 
 
 def read(folder: Path) -> list[Section]:
-    """The sections, in order; files of one benchmark on one setting are one section."""
+    """The sections in order. Files of one benchmark with the same setting become one section."""
     found: dict[tuple[str, str], Section] = {}
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +57,7 @@ def is_ours(row: dict[str, Any]) -> bool:
 
 
 def ordered(question: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest first and what failed last, with our sides in bold; growth stays in the order of its points."""
+    """Rows with our sides in bold. Where sides compete, the fastest comes first and failures come last."""
     rows = [{**row, "title": f"**{row['title']}**"} if is_ours(row) else row for row in rows]
     if question in ("train_step", "matmul", "optimizer"):
         return sorted(rows, key=lambda row: row.get("ms") or float("inf"))
@@ -64,7 +65,7 @@ def ordered(question: str, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any
 
 
 def tables(section: Section) -> Iterable[tuple[str, list[dict[str, Any]]]]:
-    """The rows by what they have in common, each with a name for it."""
+    """The rows grouped into tables, each with its name."""
     keys, name = TABLES.get(section.question, ((), ""))
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in section.rows:
@@ -74,7 +75,7 @@ def tables(section: Section) -> Iterable[tuple[str, list[dict[str, Any]]]]:
 
 
 def pictures(section: Section, folder: Path) -> list[str]:
-    """Save the pictures of a section; the names of those that are there."""
+    """Save the pictures of a section, and return the names of their files."""
     said = []
     if section.question == "growth":
         said.append(save_growth(section.rows, folder / "growth.png"))
@@ -107,8 +108,9 @@ def document(sections: Sequence[Section], folder: Path) -> str:
     parts = [
         "# Results",
         f"Measured on {top}.",
-        "Medians over interleaved repeats. The spread is half the distance between the quartiles, over the median. Our"
-        " sides are bold. Made by `python -m benchmarks.results` from what the benchmarks wrote.",
+        "Medians over interleaved repeats. The spread is half the distance between the quartiles, divided by the"
+        " median. Our sides are bold. Written by `python -m benchmarks.write_results` from the output of the"
+        " benchmarks.",
     ]
     parts += [render(section, pictures(section, folder), top) for section in sections]
     return "\n\n".join(parts) + "\n"

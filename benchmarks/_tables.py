@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: the device, the versions, and one table, as text, JSON and Markdown."""
+"""The output of every benchmark: the device, the versions and one table, as text, JSON and Markdown."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 class Column(NamedTuple):
-    """A column of a table: the key that its values have in a row, and how they are written."""
+    """A column of a table: its title, the key of its values in a row, and how to format them."""
 
     title: str
     key: str
@@ -45,7 +45,7 @@ def percent(x: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what takes part, as far as they are installed."""
+    """The versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -65,7 +65,7 @@ def header() -> str:
 
 
 def cells(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """The table as strings, titles first. A value that a row does not have is a dash."""
+    """The table as strings, titles first. A missing value is shown as a dash."""
     body = [["-" if row.get(c.key) is None else c.form(row[c.key]) for c in columns] for row in rows]
     return [[c.title for c in columns], *body]
 
@@ -83,15 +83,17 @@ def markdown(columns: Sequence[Column], rows: Iterable[dict[str, Any]]) -> str:
 
 
 def parser(doc: str, small: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """A parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     made.add_argument("--small", action="store_true", help=f"{small}: does it run at all?")
-    made.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, for benchmarks.results")
+    made.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the rows to this file, for benchmarks.write_results"
+    )
     return made
 
 
 def save(question: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], path: Path | None) -> None:
-    """Write the rows, if there is a path. A long run does it after each part, so that little is lost with it."""
+    """Write the rows if there is a path. A long run saves after each part, so that a crash loses little."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"question": question, "device": device(), "versions": versions(), "notes": notes, "rows": rows}
@@ -101,11 +103,11 @@ def save(question: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], pa
 def publish(
     question: str, columns: Sequence[Column], rows: Sequence[dict[str, Any]], notes: Sequence[str], path: Path | None
 ) -> None:
-    """Print the table, and write it if there is a path."""
+    """Print the table, and save it if there is a path."""
     print(header(), text(columns, rows), *notes, sep="\n")
     save(question, rows, notes, path)
 
 
 def progress(line: str) -> None:
-    """Say where a long run is, apart from its results."""
+    """Print how far a long run has come, to stderr so that stdout has only results."""
     print(line, file=sys.stderr, flush=True)
