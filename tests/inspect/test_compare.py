@@ -183,7 +183,9 @@ def test_rounds_and_branches_are_compared_with_their_like():
     assert len(tanhs) == 3 + 2 + 1
     assert max(tanhs) < 0.01
     (note,) = found.notes
-    assert note.startswith("left out, for want of a partner in the other run: 6 operations of amp, 2 of the reference.")
+    assert note.startswith(
+        "left out, because the other run has no partner for them: 6 operations of amp, 2 of the reference"
+    )
 
 
 def test_what_has_no_backward_pass_says_so():

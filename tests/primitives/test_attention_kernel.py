@@ -60,7 +60,7 @@ def test_an_even_number_of_tokens_gives_what_an_odd_one_does(kind, tokens, keys)
     @jax.jit
     def both_passes(padded, ct):
         out, lse = module._plain_forward(*padded, **params)
-        return out, module._plain_backward(*padded, out, lse, ct, bias_moves="bias" in rest, **params)
+        return out, module._plain_backward(*padded, out, lse, ct, bias_differentiated="bias" in rest, **params)
 
     ct = normal(19, *primals[0].shape)
     out, gradients = both_passes(padded, module._pad(ct, {1}))
@@ -155,7 +155,9 @@ def fused_forward(primals, params):
 
 def fused_backward(primals, params, *rest):
     moves = "bias" in params["given"]
-    return tuple(jax.jit(functools.partial(module._fused_backward, bias_moves=moves, **params))(*primals, *rest))
+    return tuple(
+        jax.jit(functools.partial(module._fused_backward, bias_differentiated=moves, **params))(*primals, *rest)
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_the_halves_are_the_forward_and_the_backward_pass(low, heads, rest, look
 def test_the_backward_half_uses_the_result_and_the_sums_that_it_is_given(look_alike):
     primals, params, ct = lows(*QKV), params_of(), lows(normal(9, *Q.shape))[0]
     out, lse = fused_forward(primals, params)
-    back = jax.jit(functools.partial(module._fused_backward, bias_moves=False, **params))
+    back = jax.jit(functools.partial(module._fused_backward, bias_differentiated=False, **params))
     right = back(*primals, out, lse, ct)
     halved = back(*primals, out, lse + np.float32(np.log(2.0)), ct)  # each weight is
     assert largest_error(halved, [np.asarray(x, np.float64) / 2 for x in right]) < 1e-2
@@ -194,7 +196,7 @@ def test_each_half_runs_its_own_kernel_alone(look_alike):
     q = primals[0]
     halves = [
         (functools.partial(module._fused_forward, **params), primals),
-        (functools.partial(module._fused_backward, bias_moves=False, **params), [*primals, q, Q[..., 0], q]),
+        (functools.partial(module._fused_backward, bias_differentiated=False, **params), [*primals, q, Q[..., 0], q]),
     ]
     texts = [jax.jit(fn).lower(*args).compile().as_text() for fn, args in halves]
     assert [(" sine(" in text, " cosine(" in text) for text in texts] == [(True, False), (False, True)]
