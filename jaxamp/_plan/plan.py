@@ -112,10 +112,15 @@ class Plan(NamedTuple):
         """
         if not regions:
             return self
-        taken = {part for region in regions for part in region.parts}
-        ends = {region.parts[-1]: region for region in regions}
-        parts = tuple(ends.get(part, part) for part in self.parts if part not in taken or part in ends)
+        taken = {_identity(part) for region in regions for part in region.parts}
+        ends = {_identity(region.parts[-1]): region for region in regions}
+        left = ((part, _identity(part)) for part in self.parts)
+        parts = tuple(ends.get(key, part) for part, key in left if key not in taken or key in ends)
         return self._replace(parts=parts, touched=True)
+
+
+def _identity(part: Part) -> Any:
+    return part if isinstance(part, int) else ("region", id(part))
 
 
 class Reader(NamedTuple):

@@ -1,7 +1,8 @@
-"""What is kept for the backward pass outside of loops: islands, and the `keep` keyword."""
+"""What is kept for the backward pass outside of loops: regions that are computed again, and the `keep` keyword."""
 
 import contextlib
 import math
+from typing import NamedTuple
 
 import jax
 import jax.export
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from helpers import assert_near, both, count, equations, in_float64, kept, matmul_dtypes
 from jax import lax
+from plans import plan_of
 from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
 
 import jaxamp
+from jaxamp._passes.recompute import recompute
 
 
 def hand_written_gelu(x):
@@ -242,3 +245,37 @@ def test_a_wrong_word_for_keep_is_refused_where_it_is_given():
     for word in ("little", None, np.array(["auto", "all"])):
         with pytest.raises(ValueError, match=r"expected one of 'auto', 'matmuls', 'all'. Write keep="):
             jaxamp.amp(mlp, keep=word)
+
+
+# -- plans
+
+
+def gelu_between_matmuls(w, x):
+    return hand_written_gelu(x @ w) @ w.T
+
+
+def test_a_plan_with_work_to_compute_again():
+    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X)
+    (region,) = [part for part in recompute(plan).parts if not isinstance(part, int)]
+    matmuls = [i for i, eqn in enumerate(plan.eqns) if eqn.primitive is lax.dot_general_p]
+    assert matmuls[0] < region.parts[0]
+    assert region.parts[-1] < matmuls[1]
+    assert [v.aval.shape for v in region.ins] == [(ROWS, 2 * WIDTH)]
+    assert [f.name for f in region.formats] == ["bfloat16"]  # as the matmul reads it
+    assert recompute(plan).steps is plan.steps
+
+
+@pytest.mark.parametrize("options", [{"keep": "all"}, {"compute_dtype": jnp.float32}])
+def test_plans_that_are_left_as_they_are(options):
+    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X, **options)
+    assert recompute(plan) is plan
+
+
+def test_a_region_of_another_pass_ends_a_run():
+    class Other(NamedTuple):
+        parts: tuple
+
+    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X)
+    tanh = [eqn.primitive.name for eqn in plan.eqns].index("tanh")
+    found = recompute(plan.with_regions([Other((tanh,))]))
+    assert all(tanh not in part.parts for part in found.parts if not isinstance(part, int | Other))

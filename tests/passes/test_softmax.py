@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from helpers import assert_near, both, count, dtypes_of, equations, in_float64, kept, normal
 from jax import lax
+from plans import plan_of
 from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
 
 import jaxamp
+from jaxamp._passes.softmax import low_softmaxes
 
 
 @both
@@ -129,3 +131,24 @@ def test_a_softmax_in_a_scan_is_kept_once():
     assert_near(
         jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(weights, X), in_float64(jax.grad(fn), weights, X), 4e-2
     )
+
+
+# -- plans
+
+
+def between_matmuls(x, w):
+    return jax.nn.softmax(x @ w) @ w
+
+
+def test_a_plan_with_a_softmax():
+    plan = plan_of(between_matmuls, X, PARAMS["up"][:, :WIDTH])
+    (region,) = [part for part in low_softmaxes(plan).parts if not isinstance(part, int)]
+    assert [plan.eqns[i].primitive.name for i in region.parts] == ["exp", "reduce_sum", "broadcast_in_dim", "div"]
+    assert (region.last, region.axes) == (region.parts[-1], (1,))
+    assert low_softmaxes(plan).steps is plan.steps
+
+
+@pytest.mark.parametrize("options", [{"keep": "all"}, {"compute_dtype": jnp.float32}])
+def test_plans_that_are_left_as_they_are(options):
+    plan = plan_of(between_matmuls, X, PARAMS["up"][:, :WIDTH], **options)
+    assert low_softmaxes(plan) is plan

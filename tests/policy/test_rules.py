@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, LOW, WIDE, W, dtypes_of, matmul_dtypes, matmuls
+from helpers import AMP, LOW, WIDE, W, dtypes_of, matmul_dtypes, matmuls, raises
 from jax import lax
 
 import jaxamp
@@ -12,7 +12,7 @@ from jaxamp import use_compute_precision as compute
 from jaxamp import use_inferred_precision as infer
 from jaxamp import use_original_precision as original
 from jaxamp._compat import primitives
-from jaxamp._policy.rules import ByTarget
+from jaxamp._policy.rules import ByTarget, name_of_rule
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -118,3 +118,45 @@ def test_carries_under_fast_are_low_only_if_a_round_makes_them_low():
     amped = lambda fn: jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy="fast")
     assert amped(lambda x: lax.while_loop(lambda c: c < 300.0, lambda c: c + 1.0, x))(jnp.zeros(())) == 300.0
     assert amped(lambda x: lax.fori_loop(0, 300, lambda i, c: c + 1.0, x))(jnp.zeros(())) == 300.0
+
+
+# -- rules that give an operation another body
+
+
+def test_a_replacement_that_is_no_function_is_refused():
+    with raises(TypeError, "use_replacement got 3, of type int; expected a function", "Write use_replacement"):
+        jaxamp.use_replacement(3)
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [(lambda x: x[:2], r"\(2, 4\)"), (lambda x: None, "NoneType"), (lambda x: (x, x), "tuple")],
+    ids=["another shape", "nothing", "a tuple"],
+)
+def test_a_body_that_returns_something_else_is_told(made, given):
+    def body(primitive, compute_dtype, x, w, **params):
+        return made(primitive.bind(x, w, **params))
+
+    policy = jaxamp.default_amp_policy | {lax.dot_general_p: jaxamp.use_replacement(body, name="mine")}
+    returned, expected = f"the replacement 'mine' returned {given} for dot_general", r"of the shapes \(4, 4\)"
+    with raises(TypeError, returned, expected, "Return from its body"):
+        jaxamp.amp(lambda x: x @ x, amp_policy=policy)(W)
+
+
+def test_a_body_of_a_primitive_with_several_results():
+    def body(primitive, compute_dtype, x, **params):
+        assert x.dtype == compute_dtype
+        return [-values for values in primitive.bind(-x, **params)]
+
+    top_k = primitives()["top_k"]
+    policy = jaxamp.default_amp_policy | {top_k: jaxamp.use_replacement(body)}
+    found = jaxamp.amp(lambda x: lax.top_k(x, 2)[0], amp_policy=policy)(W)
+    np.testing.assert_allclose(found, jnp.sort(W)[:, :2], rtol=1e-3)
+
+
+def test_the_name_of_a_replacement_is_that_of_its_body():
+    def body(primitive, compute_dtype, *operands, **params):
+        return primitive.bind(*operands, **params)
+
+    assert [name_of_rule(jaxamp.use_replacement(body, name=name)) for name in (None, "mine")] == ["body", "mine"]
+    assert name_of_rule(jaxamp.use_compute_precision) == "use_compute_precision"

@@ -1,13 +1,18 @@
-"""What survives the rewriting: names, lines, contexts, effects, shardings, and the parameters of a `jit`."""
+"""What survives the rewriting (names, lines, contexts, effects, shardings, parameters of a `jit`), and regions."""
 
 import inspect
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from helpers import AMP, LOW, W, matmuls
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
+from plans import plan_of, planner_of
+
+from jaxamp._transform.interpreter import Interpreter, Where
 
 
 def test_name_stacks_survive_and_casts_carry_them():
@@ -81,3 +86,79 @@ def test_a_jitted_function_called_twice_is_rewritten_once():
     calls = [e for e in jaxpr.eqns if e.primitive.name == "jit"]
     assert len(calls) == 3
     assert len({id(e.params["jaxpr"]) for e in calls}) == 1
+
+
+# -- regions
+
+
+class Watched(NamedTuple):
+    """A region that runs its parts, and says so."""
+
+    parts: tuple
+    log: list
+
+    def with_parts(self, parts):
+        return self._replace(parts=parts)
+
+    def run(self, runner, plan, env):
+        self.log.append((runner.in_checkpoint, runner.in_recomputation))
+        runner.run_parts(plan, self.parts, env)
+
+
+def run(plan, planner, *operands, where=Where.OUTSIDE):
+    return Interpreter(planner, where).evaluate(plan, operands)
+
+
+def planned(fn, *args):
+    planner = planner_of()
+    return plan_of(fn, *args), planner
+
+
+def test_a_region_runs_in_place_of_its_parts():
+    plan, planner = planned(lambda x: jnp.exp(jnp.tanh(x @ x)) + 1.0, W)
+    log = []
+    with_region = plan.with_regions([Watched((1, 2), log)])
+    assert [type(part) for part in with_region.parts] == [int, Watched, int]
+    plain, again = (jax.make_jaxpr(lambda x, p=p: run(p, planner, x))(W) for p in (plan, with_region))
+    assert str(plain) == str(again)
+    assert log == [(False, False)]
+
+
+def test_regions_inside_of_regions():
+    plan, planner = planned(lambda x: jnp.exp(jnp.tanh(x @ x)) + 1.0, W)
+    log = []
+    inner = plan.with_regions([Watched((1,), log)])
+    outer = inner.with_regions([Watched(tuple(inner.parts[1:3]), log)])
+    jax.make_jaxpr(lambda x: run(outer, planner, x))(W)
+    assert len(log) == 2
+
+
+def test_a_region_may_do_what_it_likes():
+    class Zero(NamedTuple):
+        parts: tuple
+
+        def run(self, runner, plan, env):
+            (i,) = self.parts
+            with runner.at(plan, i):
+                for var, value in plan.values_of(i):
+                    env.write(var, jnp.zeros(var.aval.shape, value.dtype), value)
+
+    plan, planner = planned(lambda x: jnp.tanh(x @ x) @ x, W)
+    (out,) = run(plan.with_regions([Zero((1,))]), planner, W)
+    assert not np.any(np.asarray(out, np.float32))
+
+
+def test_a_region_knows_where_it_runs():
+    plan, planner = planned(lambda x: jnp.tanh(x @ x), W)
+    log = []
+    plan = plan.with_regions([Watched((1,), log)])
+    for where in Where:
+        run(plan, planner, W, where=where)
+    assert log == [(False, False), (True, False), (True, True)]
+
+
+def test_one_cast_is_made_per_value_and_dtype():
+    plan, planner = planned(lambda x: (lambda y: jnp.exp(y) + jnp.sin(y) + jnp.cos(y) + y @ x)(x @ x), W)
+    jaxpr = jax.make_jaxpr(lambda x: run(plan, planner, x))(W)
+    widened = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
+    assert len({(eqn.invars[0], eqn.params["new_dtype"]) for eqn in widened}) == len(widened)

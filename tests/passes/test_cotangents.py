@@ -1,0 +1,100 @@
+"""Cotangents that a bias and the matmul before it share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import AMP, dtypes_of, equations, in_float64, names, near, normal
+from jax import lax
+from plans import plan_of
+
+from jaxamp._passes.cotangents import SharedCotangent, share_cotangents
+from jaxamp._passes.recompute import recompute
+
+X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
+
+
+def test_a_plan_with_a_bias():
+    plan = plan_of(lambda w, b, x: (x @ w.T + b) @ w, W, B, X)
+    at = [eqn.primitive.name for eqn in plan.eqns].index("add")
+    (region,) = [part for part in share_cotangents(plan).parts if not isinstance(part, int)]
+    assert region == SharedCotangent((at,))
+    assert share_cotangents(plan).steps is plan.steps
+
+
+def test_a_bias_inside_of_another_region_is_found_too():
+    fn = lambda w, b, x: (jax.nn.gelu(x @ w.T + b[None, None])) @ w
+    plan = plan_of(fn, W, B, X, passes=(recompute, share_cotangents))
+    (around,) = [part for part in plan.parts if not isinstance(part, int)]
+    assert [type(part) for part in around.parts if not isinstance(part, int)] == [SharedCotangent]
+
+
+def test_a_plan_without_low_operations_is_left_as_it_is():
+    plan = plan_of(lambda b, x: jnp.sin(x + b), X[0, 0], X)
+    assert share_cotangents(plan) is plan
+
+
+def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_reads():
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, B, X)
+    (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert held.params["dtype"] == jnp.bfloat16
+    assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("after", "readers"),
+    [
+        (lambda y, w: jnp.sum(jax.nn.relu(y) @ w), ["convert_element_type", "mixed_dot_general", "mixed_dot_general"]),
+        (lambda y, w: jnp.sum(y**2), ["convert_element_type", "reduce_sum"]),  # rounded, and back for both
+    ],
+)
+def test_a_bias_and_the_matmul_before_it_read_one_held_cotangent(after, readers):
+    """XLA would make what the matmul reads anew, for it alone: in a ViT, the concatenation of three cotangents."""
+    fn = lambda w, b, x: after(x @ w.T + b, w)
+    found = list(equations(jax.make_jaxpr(jax.grad(AMP(fn), (0, 1, 2)))(W, B, X)))
+    (held,) = [eqn for eqn in found if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert sorted(eqn.primitive.name for eqn in found if held.outvars[0] in eqn.invars) == readers
+
+
+def test_a_bias_gradient_over_many_rows_is_not_lost():
+    rows = 4099  # bfloat16 counts to 256
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w + b) @ w)
+    w, b, x = jnp.eye(4), jnp.ones(4), jnp.ones((rows, 4))
+    assert np.array_equal(jax.jit(jax.grad(AMP(fn), 1))(w, b, x), np.full(4, rows, np.float32))
+    gelu = lambda w, b, x: jnp.sum(jax.nn.gelu(x @ w + b) @ w)
+    assert near(jax.jit(jax.grad(AMP(gelu), 1))(w, b, x), in_float64(jax.grad(gelu, 1), w, b, x), 5e-3)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8)])
+def test_the_gradient_of_a_table_of_positions_keeps_the_order_of_axes(shape):
+    def fn(table, w, x):
+        return jnp.sum(jnp.tanh((x + table) @ w.T) ** 2)
+
+    table = normal(5, *shape)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn)))(table, W, X)
+    (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert (held.params["row_major"], held.invars[0].aval.shape) == (True, (3, 5, 8))
+    assert near(jax.jit(jax.grad(AMP(fn)))(table, W, X), in_float64(jax.grad(fn), table, W, X))
+
+
+def test_a_bias_of_channels_first_has_no_say_in_the_layout():
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None]) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(normal(6, 4, 3, 3, 3), normal(7, 4), normal(8, 2, 3, 6, 6))
+    assert [eqn.params["row_major"] for eqn in equations(jaxpr) if eqn.primitive.name == "materialized"] == [False]
+
+
+@pytest.mark.parametrize("after", [lambda y, x: y, lambda y, x: y * jnp.exp(x[..., :1])])  # low, and an island
+def test_a_sum_with_a_bias_is_transposed_as_the_linear_function_it_is(after):
+    fn = lambda w, b, x: jnp.sum(after(x @ w.T + b, x), (0, 1))
+    transposed = lambda fn: lambda w, b, x: jax.linear_transpose(lambda w, b: fn(w, b, x), w, b)(b)
+    for found, expected in zip(transposed(AMP(fn))(W, B, X), in_float64(transposed(fn), W, B, X), strict=True):
+        assert near(found, expected)
+    alone = lambda fn: lambda w, b, x: jax.linear_transpose(lambda b: fn(0 * w, b, x), b)(b)[0]
+    assert near(alone(AMP(fn))(W, B, X), in_float64(alone(fn), W, B, X))
+
+
+def test_without_low_operations_nothing_is_held():
+    assert "materialized" not in names(
+        jax.make_jaxpr(AMP(lambda table, x: jnp.sum(jnp.sin(x + table))))(normal(9, 5, 8), X)
+    )

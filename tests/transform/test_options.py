@@ -1,0 +1,74 @@
+"""The options of `amp`, and passes that are switched off."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import AMP, names, normal, raises
+
+import jaxamp
+from jaxamp import _passes
+
+W, X, B = normal(0, 8, 8), normal(1, 4, 8), normal(2, 8)
+PASSES = [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES)]
+MASK = jnp.tril(jnp.ones((4, 4), bool))
+
+
+def network(w, b, x):
+    """A bit of everything that a pass is for."""
+    h = jax.vmap(lambda x: w @ x)(x)
+    mask = jnp.broadcast_to(jnp.arange(4)[:, None] >= jnp.arange(4), (2, 4, 4))
+    scores = jnp.where(mask, jnp.stack([h @ h.T] * 2), -1e9)
+    h = (jax.nn.softmax(scores) @ h)[0]
+    return jax.nn.gelu(h @ w + b) @ w
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_each_pass_can_be_switched_off(name):
+    jaxpr = lambda **options: str(
+        jax.make_jaxpr(jax.grad(lambda *a: AMP(network, **options)(*a).sum(), (0, 1)))(W, B, X)
+    )
+    forward = lambda **options: str(jax.make_jaxpr(AMP(network, **options))(W, B, X))
+    assert (jaxpr(), forward()) != (jaxpr(disable_passes=[name]), forward(disable_passes=[name]))
+
+
+def test_all_of_them_can():
+    jaxpr = jax.make_jaxpr(AMP(network, disable_passes=PASSES))(W, B, X)
+    ours = {"materialized", "row_major", "mask_of_positions", "remat2"}
+    assert not ours & set(names(jaxpr))
+    assert ours & set(names(jax.make_jaxpr(AMP(network))(W, B, X)))
+
+
+def test_a_disabled_pass_is_disabled_for_one_function_alone():
+    before = str(jax.make_jaxpr(AMP(network))(W, B, X))
+    jax.make_jaxpr(AMP(network, disable_passes=PASSES))(W, B, X)
+    assert str(jax.make_jaxpr(AMP(network))(W, B, X)) == before
+
+
+@pytest.mark.parametrize("tool", ["amp_report", "bytes_kept", "compare", "find_overflow"])
+def test_the_tools_take_it_too(tool):
+    getattr(jaxamp, tool)(lambda *a: network(*a).sum(), disable_passes=["recompute"])(W, B, X)
+
+
+def test_a_pass_that_there_is_not():
+    with raises(
+        ValueError,
+        "disable_passes has 'recomputed'; expected names of passes: spread_masks",
+        "Did you mean 'recompute'",
+    ):
+        jaxamp.amp(network, disable_passes=["recomputed"])
+    with raises(
+        ValueError, "disable_passes has 3; expected names of passes", r"Write for example disable_passes=\['share"
+    ):
+        jaxamp.amp(network, disable_passes=[3])
+
+
+@pytest.mark.parametrize("given", ["recompute", 3, None])
+def test_what_is_not_a_sequence_of_names(given):
+    with raises(
+        TypeError, f"disable_passes is {given!r}, of type", "expected a sequence of names", "Write for example"
+    ):
+        jaxamp.amp(network, disable_passes=given)
+
+
+def test_the_docstring_of_amp_names_the_passes():
+    assert all(f"`{name}`" in jaxamp.amp.__doc__ for name in PASSES)
