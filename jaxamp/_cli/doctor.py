@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._errors import first_line
 from .._inspect.compiled import compiled_matmuls
 from .._inspect.report import amp_report
-from .._primitives.attention import fused_here
+from .._primitives.attention_cudnn import fused_here
 from .._transform.amp import amp
 
 _NEEDED = ("jax", "jaxlib", "jaxamp", "equinox", "optax", "numpy")

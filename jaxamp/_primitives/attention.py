@@ -14,23 +14,22 @@ them again, as the kernel does.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax import tree_util as jtu
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, has_devices, open_jaxpr, wants_devices
-from .._formats import saturate
+from .._compat import Primitive, has_devices, wants_devices
 from .._jaxpr import along
 from .._traits import Traits, declare
+from .attention_cudnn import fused_backward, fused_forward
+from .attention_plain import BROADCAST, differentiable, plain_backward, plain_forward, plain_tangent, promoting
 
 OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
-_SPREADS = ("bias", "mask")  # of size one along axes that they are repeated along
 
 FORWARD, TANGENT, BACKWARD = ATTENTION = tuple(
     Primitive(f"dot_product_attention{suffix}") for suffix in ("", "_tangent", "_backward")
@@ -91,7 +90,7 @@ def dot_product_attention(
         "local_window_size": local_window_size,
     }
     # What is wrong with the arguments is said by the function that they are written for.
-    checked = _promoting(functools.partial(jax.nn.dot_product_attention, **static))
+    checked = promoting(functools.partial(jax.nn.dot_product_attention, **static))
     jax.eval_shape(checked, query, key, value, **given)
     shape, operands = query.shape, [_with_batch(x, name) for name, x in zip("qkv", (query, key, value), strict=True)]
     out, lse = FORWARD.bind(
@@ -150,213 +149,6 @@ for _p in ATTENTION:
     )
 
 
-# -- what they compute: the plain attention
-
-
-def _differentiable(given: Sequence[str], bias_differentiated: bool) -> list[int]:
-    """The places of the operands that derivatives are taken by."""
-    return [0, 1, 2, *([3 + given.index("bias")] if bias_differentiated else [])]
-
-
-def _attend(implementation: Any, given: Sequence[str], static: dict[str, Any]) -> Callable[..., Any]:
-    precision, asked = static["precision"], {k: v for k, v in static.items() if k != "precision"}
-
-    def attend(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> Any:
-        options = dict(zip(given, rest, strict=True))
-        if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
-            whole = {name: options[name] for name in _SPREADS if name in options}
-            options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
-            # a row of -1e9 alone is no row of nothing
-            options |= {"bias": saturate(options["bias"], q.dtype)} if "bias" in options else {}
-        with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
-            return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
-
-    return attend
-
-
-def _promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX's attention of low operands promotes dtypes: no matter for a user who is strict about their own."""
-
-    @functools.wraps(fun)
-    def promoting(*operands: Any, **params: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"):
-            return fun(*operands, **params)
-
-    return promoting
-
-
-@_promoting
-def _plain_forward(*operands: Any, given: Sequence[str], implementation: Any, **static: Any) -> tuple[Any, Any]:
-    out, lse = _attend("xla", given, static)(*operands, return_residual=True)
-    return out, lse.astype(np.promote_types(lse.dtype, np.float32))
-
-
-@_promoting
-def _plain_tangent(
-    *operands: Any, given: Sequence[str], implementation: Any, bias_differentiated: bool, **static: Any
-) -> tuple[Any, ...]:
-    differentiated, count = _differentiable(given, bias_differentiated), 3 + len(given)
-    primals, tangents = operands[:count], operands[count + 2 :]
-    moved = along(_attend("xla", given, static), primals, differentiated)
-    return jax.jvp(moved, [primals[i] for i in differentiated], list(tangents))[1:]
-
-
-@_promoting
-def _plain_backward(
-    *operands: Any, given: Sequence[str], implementation: Any, bias_differentiated: bool, **static: Any
-) -> tuple[Any, ...]:
-    differentiated, count = _differentiable(given, bias_differentiated), 3 + len(given)
-    moved = along(_attend("xla", given, static), operands[:count], differentiated)
-    return jax.vjp(moved, *(operands[i] for i in differentiated))[1](operands[-1])
-
-
-# -- on a GPU: cuDNN's
-
-
-class _CannotFuse(Exception):
-    """cuDNN's attention does not take this call."""
-
-
-def _split(given: Sequence[str], static: dict[str, Any], bias_differentiated: bool, primals: Sequence[Any]) -> Any:
-    """The vjp of JAX's fused attention, cut in two: (forward, backward).
-
-    JAX has no name for the two halves. What the pullback holds besides operands is the result and the softmax's sums:
-    the forward half returns these, the backward half puts them in their places.
-    """
-    differentiated = _differentiable(given, bias_differentiated)
-    attend = _attend("cudnn", given, static)
-
-    def whole(*operands: Any) -> Any:
-        return jax.vjp(along(attend, operands, differentiated), *(operands[i] for i in differentiated))
-
-    closed, (_, pullback) = jax.make_jaxpr(whole, return_shape=True)(*primals)
-    result, *held = open_jaxpr(closed).outvars
-    batch, tokens, heads, _ = primals[0].shape
-    results = [i for i, var in enumerate(held) if var is result]
-    sums = [i for i, var in enumerate(held) if (var.aval.shape, var.aval.dtype) == ((batch, heads, tokens), np.float32)]
-    if len(results) != 1 or len(sums) != 1:
-        raise _CannotFuse("this JAX keeps something else of it for the backward pass")
-
-    def forward(*operands: Any) -> tuple[Any, Any]:
-        out, pullback = whole(*operands)
-        return out, lax.transpose(jtu.tree_leaves(pullback)[sums[0]], (0, 2, 1))
-
-    def backward(*operands: Any) -> Any:
-        *primals, out, lse, ct = operands
-        leaves = jtu.tree_leaves(whole(*primals)[1])  # what is replaced of it is dead code
-        leaves[results[0]], leaves[sums[0]] = out, lax.transpose(lse, (0, 2, 1))
-        return jtu.tree_unflatten(jtu.tree_structure(pullback), leaves)(ct)
-
-    return forward, backward
-
-
-def _halves(
-    primals: Sequence[Any],
-    *,
-    given: Sequence[str],
-    implementation: str | None,
-    bias_differentiated: bool = False,
-    **static: Any,
-) -> Any:
-    """`_split` if the fused attention is wanted and takes these operands, else None."""
-    low = all(x.dtype in (jnp.float16, jnp.bfloat16) for x in primals[:3])
-    if not low or implementation == "xla":
-        return None
-    try:
-        return _fuse(primals, given, static, bias_differentiated)
-    except _REFUSALS as error:
-        if implementation == "cudnn":
-            raise NotImplementedError(
-                f"implementation='cudnn' of jaxamp.dot_product_attention: {error}. Expected operands that cuDNN's "
-                "fused attention takes; leave `implementation` out to get the plain one where it doesn't."
-            ) from error
-        return None
-
-
-_REFUSALS = (_CannotFuse, NotImplementedError, RuntimeError, ValueError)
-
-
-def _fuse(primals: Sequence[Any], given: Sequence[str], static: dict[str, Any], bias_differentiated: bool) -> Any:
-    """`_split`, or one of `_REFUSALS`."""
-    if static["local_window_size"] is not None and not static["is_causal"]:
-        raise _CannotFuse("it has no window without a causal mask")
-    if not _has_tensor_cores():
-        raise _CannotFuse("it needs a GPU of compute capability 8.0")
-    return _split(given, static, bias_differentiated, primals)
-
-
-def fused_here() -> tuple[bool, str]:
-    """Whether an ordinary call of `dot_product_attention` that runs low is the fused one here, and why."""
-    if not _gpus():
-        return False, "there is no NVIDIA GPU: attention is the plain one"
-    operand = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    static = {"scale": None, "is_causal": True, "local_window_size": None, "precision": None}
-    try:
-        _promoting(_fuse)([operand] * 3, (), static, bias_differentiated=False)
-    except _REFUSALS as error:
-        return False, str(error)
-    return True, "attention is cuDNN's where it runs low"
-
-
-def _gpus() -> list[Any]:
-    try:
-        return jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return []
-
-
-def _has_tensor_cores() -> bool:
-    """Whether the GPUs here have what the kernel needs; without one the program is for another machine."""
-    return all(tuple(map(int, d.compute_capability.split("."))) >= (8, 0) for d in _gpus())
-
-
-@_promoting
-def _fused_forward(*operands: Any, **params: Any) -> Any:
-    padded, params_of_padded = _padded_to_even(operands, params)
-    halves = _halves(padded, **params_of_padded)
-    if halves is None:
-        return _plain_forward(*operands, **params)
-    out, lse = halves[0](*padded)
-    return _cut(out, operands[0].shape), _cut(lse, operands[0].shape[:3])
-
-
-@_promoting
-def _fused_backward(*operands: Any, **params: Any) -> Any:
-    *primals, out, lse, ct = operands
-    padded, params_of_padded = _padded_to_even(primals, params)
-    halves = _halves(padded, **params_of_padded)
-    if halves is None:
-        return _plain_backward(*operands, **params)
-    found = halves[1](*padded, *(_pad(x, {1}) for x in (out, lse, ct)))
-    differentiated = _differentiable(params["given"], params["bias_differentiated"])
-    return [_cut(x, primals[i].shape) for x, i in zip(found, differentiated, strict=True)]
-
-
-def _padded_to_even(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """cuDNN takes no odd number of tokens: one more, and lengths that leave it out."""
-    q, k, v, *rest = primals
-    batch, tokens, keys = q.shape[0], q.shape[1], k.shape[1]
-    if tokens % 2 == keys % 2 == 0:
-        return list(primals), params
-    options = dict(zip(params["given"], rest, strict=True))
-    for name in _SPREADS:
-        if name in options:
-            options[name] = _pad(options[name], {axis for axis in (2, 3) if options[name].shape[axis] > 1})
-    for name, count in (("query_seq_lengths", tokens), ("key_value_seq_lengths", keys)):
-        options.setdefault(name, jnp.full(batch, count, np.int32))
-    return [_pad(q, {1}), _pad(k, {1}), _pad(v, {1}), *options.values()], {**params, "given": tuple(options)}
-
-
-def _pad(x: Any, axes: set[int]) -> Any:
-    """`x` with zeros behind, such that it has an even number of entries along some axes."""
-    return jnp.pad(x, [(0, x.shape[axis] % 2 if axis in axes else 0) for axis in range(x.ndim)])
-
-
-def _cut(x: Any, shape: Sequence[int]) -> Any:
-    """`x` without what padding has added."""
-    return x if x.shape == tuple(shape) else lax.slice(x, [0] * x.ndim, shape)
-
-
 # -- the rules of the three primitives
 
 
@@ -380,7 +172,7 @@ def _wide(primitive: Primitive, *operands: Any, **params: Any) -> list[Any]:
     return [x.astype(low) if own else x for x, own in zip(outs, results, strict=True)]
 
 
-@_promoting
+@promoting
 def _lower_on_cuda(primitive: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
     """JAX can't lower its fused attention for devices that are not known, nor may `jax.export` hold it."""
     rules = _FUSED if has_devices(ctx) else _PLAIN
@@ -391,7 +183,7 @@ def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     given = params["given"]
     out, lse = FORWARD.bind(*primals, **params)
     bias_differentiated = "bias" in given and type(tangents[3 + given.index("bias")]) is not ad.Zero
-    moved = [ad.instantiate_zeros(tangents[i]) for i in _differentiable(given, bias_differentiated)]
+    moved = [ad.instantiate_zeros(tangents[i]) for i in differentiable(given, bias_differentiated)]
     (tangent,) = TANGENT.bind(*primals, out, lse, *moved, bias_differentiated=bias_differentiated, **params)
     return (out, lse), (tangent, ad.Zero(jax.typeof(lse).to_tangent_aval()))
 
@@ -433,7 +225,7 @@ def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **par
     batch = batch_of(0)
 
     def joined(x: Any, dim: Any, name: str) -> Any:
-        spread = name in _SPREADS and not (name == "bias" and moves)
+        spread = name in BROADCAST and not (name == "bias" and moves)
         if dim is None and spread and x.shape[0] == 1:
             return x
         x = lax.broadcast(x, (size,)) if dim is None else jnp.moveaxis(x, dim, 0)
@@ -454,14 +246,14 @@ def _merge(x: Any) -> Any:
 
 
 _Table = dict[Primitive, Callable[..., Any]]
-_PLAIN: _Table = {FORWARD: _plain_forward, TANGENT: _plain_tangent, BACKWARD: _plain_backward}
-_FUSED: _Table = {FORWARD: _fused_forward, BACKWARD: _fused_backward}
+_PLAIN: _Table = {FORWARD: plain_forward, TANGENT: plain_tangent, BACKWARD: plain_backward}
+_FUSED: _Table = {FORWARD: fused_forward, BACKWARD: fused_backward}
 
 for _p in ATTENTION:
     _p.multiple_results = True
     _p.def_impl(functools.partial(xla.apply_primitive, _p))
     _p.def_abstract_eval(functools.partial(_abstract_eval, _p))
-    mlir.register_lowering(_p, _promoting(mlir.lower_fun(_PLAIN[_p], multiple_results=True)))
+    mlir.register_lowering(_p, promoting(mlir.lower_fun(_PLAIN[_p], multiple_results=True)))
     mlir.register_lowering(_p, mlir.lower_fun(functools.partial(_wide, _p), multiple_results=True), platform="cpu")
     ad.primitive_jvps[_p] = functools.partial(_plain_jvp, _p)
     batching.fancy_primitive_batchers[_p] = functools.partial(_batch, _p)

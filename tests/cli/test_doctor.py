@@ -13,7 +13,7 @@ from jaxamp._cli import doctor as _doctor
 from jaxamp._cli.doctor import Device, Diagnosis, FastPath, diagnose
 from jaxamp._cli.main import main
 from jaxamp._cli.text import render_diagnosis
-from jaxamp._primitives import attention as _attention
+from jaxamp._primitives import attention_cudnn as _attention
 
 NAMES = [
     "bfloat16 matrix units",

@@ -31,6 +31,8 @@ from helpers import assert_same_bits, both, error, normal
 
 import jaxamp
 from jaxamp._primitives import attention as module
+from jaxamp._primitives import attention_cudnn as kernel
+from jaxamp._primitives import attention_plain as plain
 
 
 def params_of(given=(), **options):
@@ -53,25 +55,25 @@ def test_an_even_number_of_tokens_gives_what_an_odd_one_does(kind, tokens, keys)
         },
     }.get(kind, {})
     primals = [Q[:, :tokens], K[:, :keys], V[:, :keys], *rest.values()]
-    padded, params = module._padded_to_even(primals, params_of(rest, is_causal=kind == "causal"))
+    padded, params = kernel.padded_to_even(primals, params_of(rest, is_causal=kind == "causal"))
     assert {x.shape[1] % 2 for x in padded[:3]} == {0}
     assert set(params["given"]) == {*rest, *LENGTHS}
 
     @jax.jit
     def both_passes(padded, ct):
-        out, lse = module._plain_forward(*padded, **params)
-        return out, module._plain_backward(*padded, out, lse, ct, bias_differentiated="bias" in rest, **params)
+        out, lse = plain.plain_forward(*padded, **params)
+        return out, plain.plain_backward(*padded, out, lse, ct, bias_differentiated="bias" in rest, **params)
 
     ct = normal(19, *primals[0].shape)
-    out, gradients = both_passes(padded, module._pad(ct, {1}))
+    out, gradients = both_passes(padded, kernel._pad(ct, {1}))
     of_odd, gradients_of_odd = written_out(ct, *primals[:3], is_causal=kind == "causal", **rest)
     for found, expected in zip((out, *gradients), (of_odd, *gradients_of_odd), strict=True):
-        assert np.allclose(module._cut(found, expected.shape), expected, atol=1e-5)
+        assert np.allclose(kernel._cut(found, expected.shape), expected, atol=1e-5)
 
 
 def test_an_even_number_of_tokens_is_left_alone():
     primals, params = [*QKV, BIAS], params_of(["bias"])
-    padded, same = module._padded_to_even(primals, params)
+    padded, same = kernel.padded_to_even(primals, params)
     assert all(x is y for x, y in zip(padded, primals, strict=True))
     assert same is params
 
@@ -150,13 +152,13 @@ def lows(*arrays: Any, low: Any = jnp.bfloat16) -> list[jax.Array]:
 
 
 def fused_forward(primals, params):
-    return jax.jit(functools.partial(module._fused_forward, **params))(*primals)
+    return jax.jit(functools.partial(kernel.fused_forward, **params))(*primals)
 
 
 def fused_backward(primals, params, *rest):
     moves = "bias" in params["given"]
     return tuple(
-        jax.jit(functools.partial(module._fused_backward, bias_differentiated=moves, **params))(*primals, *rest)
+        jax.jit(functools.partial(kernel.fused_backward, bias_differentiated=moves, **params))(*primals, *rest)
     )
 
 
@@ -182,7 +184,7 @@ def test_the_halves_are_the_forward_and_the_backward_pass(low, heads, rest, look
 def test_the_backward_half_uses_the_result_and_the_sums_that_it_is_given(look_alike):
     primals, params, ct = lows(*QKV), params_of(), lows(normal(9, *Q.shape))[0]
     out, lse = fused_forward(primals, params)
-    back = jax.jit(functools.partial(module._fused_backward, bias_differentiated=False, **params))
+    back = jax.jit(functools.partial(kernel.fused_backward, bias_differentiated=False, **params))
     right = back(*primals, out, lse, ct)
     halved = back(*primals, out, lse + np.float32(np.log(2.0)), ct)  # each weight is
     assert largest_error(halved, [np.asarray(x, np.float64) / 2 for x in right]) < 1e-2
@@ -195,8 +197,8 @@ def test_each_half_runs_its_own_kernel_alone(look_alike):
     primals, params = lows(*QKV), params_of()
     q = primals[0]
     halves = [
-        (functools.partial(module._fused_forward, **params), primals),
-        (functools.partial(module._fused_backward, bias_differentiated=False, **params), [*primals, q, Q[..., 0], q]),
+        (functools.partial(kernel.fused_forward, **params), primals),
+        (functools.partial(kernel.fused_backward, bias_differentiated=False, **params), [*primals, q, Q[..., 0], q]),
     ]
     texts = [jax.jit(fn).lower(*args).compile().as_text() for fn, args in halves]
     assert [(" sine(" in text, " cosine(" in text) for text in texts] == [(True, False), (False, True)]
@@ -268,10 +270,10 @@ def test_the_kernel_is_given_a_finite_bias(low, look_alike):
 def test_a_jax_that_keeps_something_else_gets_the_plain_one(kind, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", LookAlike(**{kind: True}))
     primals, params = lows(*QKV), params_of()
-    out, _ = jax.eval_shape(functools.partial(module._fused_forward, **params), *primals)
+    out, _ = jax.eval_shape(functools.partial(kernel.fused_forward, **params), *primals)
     assert (out.shape, out.dtype) == (Q.shape, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="this JAX keeps something else of it for the backward pass"):
-        module._fused_forward(*primals, **{**params, "implementation": "cudnn"})
+        kernel.fused_forward(*primals, **{**params, "implementation": "cudnn"})
 
 
 def test_a_gpu_without_the_units_gets_the_plain_one(monkeypatch, look_alike):
