@@ -146,7 +146,7 @@ def main():
         return {"kernels": [len(re.findall(r"= .* fusion\(", entry(fn))) for fn in there_and_back]}
 
     def release():
-        """Backward pass and step of a deep network as one program: the bytes besides its arguments, over gradients."""
+        """Backward pass and step of a deep network as one program: temporary bytes, over gradients."""
         optimizer = optim.flash_adamw(1e-3)
         params = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 32
         x = jax.ShapeDtypeStruct((8, 2048), jnp.bfloat16)

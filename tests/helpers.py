@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
     name: str
     fn: Callable[..., Any]
-    args: Callable[[], tuple[Any, ...]]  # float32 arrays (and ints, keys, modules), made anew and small
+    args: Callable[[], tuple[Any, ...]]  # float32 arrays (and ints, keys, modules), made at each call, and small
     low: int = 0  # matmuls that run low in `amp(fn)`, those in nested bodies counted once each
     kept: int = 0  # matmuls that stay in their original dtype
     without: dict[str, str] = {}  # law -> the reason why it makes no sense here

@@ -14,7 +14,7 @@ from jaxamp import optim
 
 ADAMW = optim.flash_adamw(1e-2)
 
-# Ours, and what it must be but for the codecs.
+# Ours, and the one that it equals without the codecs.
 PAIRS = {
     "adamw": (optim.flash_adamw, optax.adamw, {"b2": 0.99, "weight_decay": 0.1}),
     "adam": (optim.flash_adam, optax.adam, {"b1": 0.8, "b2": 0.99}),

@@ -36,7 +36,7 @@ def drawn(*shapes: tuple[int, ...], seed: int = 0) -> Args:
 
 
 def also(args: Args, *more: Callable[[], Any]) -> Args:
-    """Arguments with others after them, made anew as well."""
+    """Arguments with others after them, made at each call as well."""
     return lambda: (*args(), *(make() for make in more))
 
 

@@ -78,7 +78,7 @@ class Comparison:
 
     name: str
     compute_dtype: str
-    reference: str  # the dtype of the run that is taken for the truth
+    reference: str  # the dtype of the run that is compared with
     results: tuple[Compared, ...]
     gradients: tuple[Compared, ...]
     operations: tuple[Compared, ...]
@@ -94,7 +94,7 @@ class Comparison:
         return tuple(worst.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON can hold it; what is not finite is None."""
+        """The whole comparison, ready for JSON; infs and NaNs are None."""
 
         def plain(row: Compared) -> dict[str, Any]:
             error = row.error._asdict() | {"snr_db": row.error.snr_db}
@@ -147,13 +147,13 @@ def compare(
     disable_passes: Sequence[str] = (),
     backward: bool = True,
 ) -> Callable[..., Comparison]:
-    """Run a call in full precision and under `amp`, and say how far they are apart, and where it begins.
+    """Run a call in full precision and under `amp`, and report how far apart they are, and where that begins.
 
     Args:
-        fn: The function, as it would be given to `amp`.
+        fn: The function that you would pass to `amp`.
         compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to compare the gradients of the first result, by the floating-point arrays of the first
-            argument. A result that is no scalar is summed, and a note says so.
+            argument. A result that is not a scalar is summed, and a note says so.
 
     Returns:
         A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns a `Comparison`. The reference is
@@ -236,7 +236,7 @@ def assert_amp_close(
     """Assert, in a test of your own, that results and gradients of `amp(fn)` are near those of `fn`.
 
     Args:
-        fn: The function, as it would be given to `amp`.
+        fn: The function that you would pass to `amp`.
         args: Its arguments.
         rtol: The largest norm of a difference, over the norm of the reference, for each result and gradient.
         dynamic_scaler_state: A scaler whose scale the backward pass starts with.
@@ -261,7 +261,7 @@ def assert_amp_close(
 def _reference(
     options: Options, program: Program, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Jaxpr, list[Any], list[str]]:
-    """The program that is taken for the truth, its operands, and notes."""
+    """The reference program, its operands, and notes."""
     if not _has_64_bits():
         return program.written, program.arrays, []
     args, kwargs, fn = jax.tree.map(_widened, (args, kwargs, fn))
@@ -303,7 +303,7 @@ class _Numbers:
 
 
 class _Recorder:
-    """Keeps the results of the reference, and their ranges."""
+    """Records the results of the reference, and their ranges."""
 
     def __init__(self) -> None:
         self.seen: dict[Key, Any] = {}
@@ -367,7 +367,7 @@ class _Matcher:
         self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
 
     def notes(self) -> list[str]:
-        """What was not compared."""
+        """How many operations were not compared."""
         if not (self._alone or self._seen):
             return []
         return [

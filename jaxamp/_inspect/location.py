@@ -1,4 +1,4 @@
-"""Where in the user's program an equation is: named scopes, source line, the step of the plan, the round of a loop."""
+"""Where an equation is in the user's program: named scopes, source line, step of the plan, round of a loop."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from .._transform.ledger import Ledger
 
 
 class Source(NamedTuple):
-    """A line of the user's."""
+    """A line of the user's code."""
 
     file: str
     line: int
@@ -24,14 +24,14 @@ class Source(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a jaxpr, or one equation of it, is run."""
+    """Where a jaxpr, or one equation of it, runs."""
 
     phase: str  # forward, backward
     scopes: tuple[str, ...] = ()
-    times: int = 1  # of a scan's body, its length
-    rounds: tuple[int, ...] = ()  # while it runs: of each loop around it, the number of the round
-    turns: tuple[tuple[int, int], ...] = ()  # the same with branches, each with the number of its loop or cond
-    mark: int | None = None  # the number of the step that runs it
+    times: int = 1  # how often it runs: the length of a scan, the devices of a shard_map
+    rounds: tuple[int, ...] = ()  # while it runs: the round of each loop around it
+    turns: tuple[tuple[int, int], ...] = ()  # the same for loops and conds: which of them, and its round or branch
+    mark: int | None = None  # the ledger's number of the step behind it
     source: Source | None = None
 
     @property
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def _folders() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Where JAX and we are; and where other libraries are."""
+    """The folders of jaxamp and JAX, and those of other libraries."""
     ours = Path(__file__).parent.parent, Path(jax.__file__).parent
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     return tuple(f"{folder}{os.sep}" for folder in ours), tuple(f"{folder}{os.sep}" for folder in libraries)
@@ -76,6 +76,6 @@ def _is_the_users(file: str) -> bool:
 
 @functools.lru_cache(2**14)
 def _source(traceback: Any) -> Source | None:
-    """The line of the user's that is in a traceback: the innermost that is in no library, if there is one."""
+    """The user's line in a traceback: the innermost one outside of all libraries, or at least outside of JAX and us."""
     found = first_frame(traceback, _is_the_users) or first_frame(traceback, _is_not_ours)
     return None if found is None else Source(*found)

@@ -1,13 +1,13 @@
 """`find_overflow`: the operation that made an inf or a NaN, or that lost small numbers.
 
-The call is run again, equation by equation, forwards and backwards, and each result is looked at:
+The call is run equation by equation, forwards and backwards, and each result is looked at:
 
-    overflow    an inf that is made of finite numbers
-    invalid     a NaN that is made of no NaN: inf - inf, 0 / 0, the root of a negative number
+    overflow    an inf from finite operands
+    invalid     a NaN from operands without one: inf - inf, 0 / 0, the root of a negative number
     underflow   zeros in a low result that the same operation in float32 does not have
-    clamped     finite numbers beyond the compute dtype, which `amp` takes to its largest one where it reads them low
+    clamped     finite numbers beyond the compute dtype, which `amp` clamps to its largest one where it reads them low
 
-Whether it reached the results is told beside: a mask may take it out again.
+The report also says whether it reached the results: a mask may have removed it.
 """
 
 import functools
@@ -35,21 +35,21 @@ from .walk import Walker
 
 
 class Event(NamedTuple):
-    """An operation that made what is not finite of what is, zeros of what is not zero, or read what was clamped."""
+    """An operation that made infs or NaNs from finite numbers, flushed small ones to zero, or read clamped ones."""
 
     kind: str  # overflow, invalid, underflow, clamped
     phase: str  # forward, backward
     scope: str  # named scopes, outermost first: "block/attention"
     primitive: str
     source: Source | None
-    rounds: tuple[int, ...]  # of each loop around it, the number of the round, the first being 0
-    dtype: str  # of the result; of what was clamped, the one that it was clamped for
+    rounds: tuple[int, ...]  # the round of each loop around it, counted from 0
+    dtype: str  # of the result; for a clamped operand, the dtype that it was clamped to
     largest: float  # magnitude among the operands
     limit: float  # the largest number that the dtype holds; for an underflow the smallest normal one
-    share: float  # of the entries of the result, or of the operand that was clamped
-    at_scale_one: bool | None  # whether it is there without loss scaling; None: forwards, or no scaler was given
-    of: str = ""  # the primitive of the user's whose cast or derivative it is, if it is another
-    again: tuple[tuple[int, ...], ...] = ()  # other rounds that it is in: one may be masked, and another not
+    share: float  # of the entries of the result, or of the clamped operand
+    at_scale_one: bool | None  # whether it happens without loss scaling; None: forwards, or without a scaler
+    of: str = ""  # the user's primitive, if this is a cast for it or part of its derivative
+    again: tuple[tuple[int, ...], ...] = ()  # other rounds in which it happens: a mask may hide one and not another
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -87,11 +87,11 @@ def _rounds_in_words(rounds: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """What `find_overflow` found, in the order of the run. True if it found anything."""
+    """What `find_overflow` found, in the order in which operations run. True if it found anything."""
 
     name: str
     compute_dtype: str
-    scale: float | None  # that the backward pass was started with, if a scaler was given
+    scale: float | None  # of the backward pass, if a scaler was given
     finite: bool  # whether all results and gradients are finite
     events: tuple[Event, ...]  # overflows and invalid operations
     underflows: tuple[Event, ...]  # the largest share first
@@ -103,11 +103,11 @@ class OverflowReport:
 
     @property
     def first(self) -> Event | None:
-        """The first operation that made what is not finite."""
+        """The first operation that made an inf or a NaN."""
         return self.events[0] if self.events else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
+        """The whole report, ready for JSON."""
 
         def plain(event: Event) -> dict[str, Any]:
             return event._asdict() | {"source": None if event.source is None else event.source._asdict()}
@@ -122,7 +122,7 @@ class OverflowReport:
         if not self and self.finite:
             lines.append("nothing found")
         if self.events and self.finite:
-            lines.append("All results are finite: a mask, or a function with bounds, took it out again.")
+            lines.append("All results are finite: a mask, or a bounded function, removed it again.")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -136,19 +136,20 @@ def find_overflow(
     backward: bool = True,
     underflow: float = 0.05,
 ) -> Callable[..., OverflowReport]:
-    """Find the operation of `amp(fn)` that made an inf, a NaN, or zeros of small numbers, or that read clamped ones.
+    """Find the operation of `amp(fn)` that made an inf or a NaN, flushed small numbers to zero, or read clamped ones.
 
     Args:
-        fn: The loss, as it would be given to `amp`. Its first result is differentiated, by the floating-point arrays of
-            the first argument.
+        fn: The loss that you would pass to `amp`. Its first result is differentiated with respect to the floating-point
+            arrays of the first argument.
         compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
-        backward: Whether to look at the backward pass too. A result that is no scalar is summed, and a note says so.
+        backward: Whether to look at the backward pass too. A result that is not a scalar is summed, and a note says
+            so.
         underflow: The share of entries that a low operation of the backward pass may flush to zero before it is
-            reported. Forwards, where small probabilities are zero in any network, it is half of them at least.
+            reported. Forwards, where small probabilities are zero in any network, at least half of them may.
 
     Returns:
         A function of `fn`'s arguments, and of `dynamic_scaler_state`, that returns an `OverflowReport`. With a scaler's
-        state the backward pass starts with its scale, and what is found there is looked for at scale 1 too.
+        state the backward pass starts from its scale, and the report says what happens at scale 1 too.
 
     >>> import jax.numpy as jnp
     >>> def loss(w, x):
@@ -160,9 +161,10 @@ def find_overflow(
     **Sharp edges**
 
     - It runs operation by operation, outside of `jit`, and waits for each: a thousand operations take seconds. XLA may
-      round elsewhere than JAX says: an overflow at the very limit may differ.
-    - `shard_map`, kernels and callbacks are one operation.
-    - What a derivative needs of the forward pass, such as `0.5 / sqrt(x)`, is computed there: its phase is "forward".
+      round in other places than JAX says, so an overflow at the very limit may differ.
+    - `shard_map`, kernels and callbacks are one operation each.
+    - Values that a derivative needs from the forward pass, such as `0.5 / sqrt(x)`, are computed there: their phase is
+      "forward".
     """
     check_function("find_overflow", fn)
     options = check_options(compute_dtype, amp_policy, keep, disable_passes)
@@ -174,7 +176,7 @@ def find_overflow(
         program.check_concrete("find_overflow")
         pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
         bad = sum(not bool(_all_finite(x)) for x in program.arrays if is_float(x))
-        notes += [f"{bad} of the arguments' arrays are not finite already"] if bad else []
+        notes += [f"{bad} of the arguments' arrays are not finite to begin with"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed
         events, outs = _probed(program, underflow, "forward", forward, program.arrays)
         gradients: list[Any] = []
@@ -203,7 +205,7 @@ def find_overflow(
 def _probed(
     program: Program, underflow: float, phase: str, jaxpr: Jaxpr, operands: Sequence[Any]
 ) -> tuple[list[Event], list[Any]]:
-    """What is found in a run, and its results."""
+    """The events of a run, and its results."""
     probe = _Probe(program, underflow)
     outs = Walker(program.ledger, probe.look).run(jaxpr, operands, Place(phase, program.path))
     return probe.events, outs
@@ -212,7 +214,7 @@ def _probed(
 def _probed_backward(
     program: Program, underflow: float, pullback: Pullback, forward: list[Any], scale: float | None
 ) -> tuple[list[Event], list[Any]]:
-    """What is found in the backward pass after a forward pass, and the gradients, times the scale."""
+    """The events of the backward pass that belongs to a forward pass, and the gradients times the scale."""
     outs, kept = forward[: pullback.results], forward[pullback.results :]
 
     def at(scale: float) -> tuple[list[Event], list[Any]]:
@@ -258,7 +260,7 @@ class _Probe:
                         self._add("underflow", eqn.primitive, place, ins, out.size, out.dtype, lost)
 
     def _reader_of_clamped(self, eqn: Any, place: Place) -> Primitive | None:
-        """What reads the result of a `clamp` of ours (`_rules.saturate`); None of any other equation."""
+        """The primitive that reads the result of a clamp of ours (`_formats.saturate`); None for other equations."""
         if eqn.primitive.name != "clamp" or place.mark is None:
             return None
         reader = self._ledger.records[place.mark].eqn.primitive
@@ -309,7 +311,7 @@ def _finite_beyond(x: Any, largest: Any) -> jax.Array:
 
 
 def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
-    """How many entries of a result are NaN but made of no NaN, and how many are infinite but made of finite numbers."""
+    """How many entries of a result are NaN without a NaN among their operands, and how many are inf without an inf."""
     traits, floats = traits_of(eqn.primitive), [x for x in ins if is_float(x)]
     nans, infs = jnp.isnan(out), jnp.isinf(out)
     if traits.moves and not traits.fixed_dtype:
@@ -319,14 +321,14 @@ def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
     if traits.elementwise:
         of_nan, of_infinite = (functools.reduce(jnp.logical_or, map(f, floats)) for f in (jnp.isnan, _is_not_finite))
         return int((nans & ~of_nan).sum()), int((infs & ~of_infinite).sum())
-    if traits.matmul or traits.reduces or traits.keeps_range:  # what is there without bad operands is made here
+    if traits.matmul or traits.reduces or traits.keeps_range:  # what remains without bad operands is made here
         neutral = float(eqn.primitive is lax.reduce_prod_p)
         without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
         finite = _again(eqn, k, [_replaced(x, _is_not_finite, neutral) for x in ins])
         if without_nan is not None and finite is not None:
             overflows = jnp.isinf(finite) & (nans | (out == finite))
             return int((nans & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
-    # Which entries another one is made of is not known.
+    # Nothing is known about which entries go into which.
     wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
     overflows = infs & (False if wide is None else jnp.isfinite(wide))
     return 0 if any(bool(jnp.isnan(x).any()) for x in floats) else int(nans.sum()), int(overflows.sum())
@@ -341,7 +343,7 @@ def _replaced(x: Any, bad: Callable[[Any], jax.Array], value: float) -> Any:
 
 
 def _again(eqn: Any, k: int, ins: Sequence[Any], **changed: Any) -> Any:
-    """The result of the same operation on other operands; None if it refuses them, or does more than that."""
+    """The result of the same operation on other operands; None if it refuses them, or has side effects."""
     if eqn.effects:
         return None
     try:
@@ -361,7 +363,7 @@ def _zeros_of_more(low: Any, wide: Any) -> jax.Array:
 
 
 def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
-    """How many entries of a low result are zero, and are not if the same is done in float32."""
+    """How many entries of a low result are zero that are not zero in float32."""
     if not bool((out == 0).any()):
         return 0
     if eqn.primitive.name == "convert_element_type":
@@ -371,7 +373,7 @@ def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
 
 
 def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
-    """The result of the same operation in float32; None of a primitive that has no such form."""
+    """The result of the same operation in float32; None if the primitive has no such form."""
     wide = [x.astype(jnp.float32) if is_float(x) else x for x in ins]
     changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
     return _again(eqn, k, wide, **changed)

@@ -1,4 +1,4 @@
-"""The program that `amp` makes of one call: what the tools that look at it start from."""
+"""The program that `amp` makes of one call, which all tools start from."""
 
 import functools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Program(NamedTuple):
         return self.plan.jaxpr
 
     def pullbacks(self, *jaxprs: Jaxpr) -> tuple[list[Pullback], list[str]]:
-        """Programs of this call by the floats of the first argument; none, and a note why, if that can't be done."""
+        """Derivatives of jaxprs of this call by the floats of the first argument; if there are none, a note why."""
         results = [aval for aval in self.written.out_avals if float_dtype(aval) is not None]
         if not self.differentiated or not results:
             where = "the results have" if self.differentiated else "the first argument has"
@@ -47,7 +47,7 @@ class Program(NamedTuple):
             return [], [f"no backward pass: {summary(error)}"]
 
     def check_concrete(self, name: str) -> None:
-        """Refuse a call that has no numbers to run on."""
+        """Refuse shapes and traced values, for a tool that computes."""
         if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in self.arrays):
             raise TypeError(
                 f"{name} got a shape or a traced value; expected arrays with numbers in them. Call it outside of jit, "
@@ -56,11 +56,11 @@ class Program(NamedTuple):
 
 
 def _note_on_sum(aval: Any) -> list[str]:
-    """A step as a whole has parameters for its first result: that their sum is differentiated has to be said."""
+    """A note for a result that is not a loss, such as the parameters that a whole training step returns first."""
     if not aval.shape:
         return []
-    what = f"the first floating-point result is {aval.str_short()} and no scalar"
-    return [f"{what}: the backward pass is that of its sum. If it is no loss, pass backward=False."]
+    what = f"the first floating-point result is {aval.str_short()}, not a scalar"
+    return [f"{what}: the backward pass is that of its sum. If it is not a loss, pass backward=False."]
 
 
 def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:

@@ -14,16 +14,16 @@ from .._scaling.cotangent import as_cotangent
 
 
 class Pullback(NamedTuple):
-    """A function cut in two for reverse mode.
+    """A function split in two for reverse mode.
 
-    `forward` gives the results, and what is kept; `jaxpr` goes from what is kept, and the cotangent of the first result
-    that is a float, to the cotangents of operands. Other results are aux, as in `jax.grad(..., has_aux=True)`.
+    `forward` returns the results and the residuals; `jaxpr` takes the residuals and the cotangent of the first float
+    result to the cotangents of the operands. Other results are aux, as in `jax.grad(..., has_aux=True)`.
     """
 
     forward: Jaxpr
     jaxpr: Jaxpr
     kept: int  # bytes that are made in the forward pass and read in the backward pass
-    results: int  # how many come before what is kept
+    results: int  # how many results come before the residuals
 
     def seeds(self, outs: Sequence[Any], scale: float) -> list[Any]:
         """The cotangent that a backward pass starts with, in a list."""

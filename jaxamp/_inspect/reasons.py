@@ -58,10 +58,10 @@ def text_of(reason: Reason) -> str:
 class Role(enum.Enum):
     """What an operation of the program that runs is to the user's program."""
 
-    ITSELF = "an operation of the user's"
-    ADDED = "added for one"
-    DERIVATIVE = "part of the derivative of one"
-    RESULT = "none: it gives a result its dtype"
+    ITSELF = "one of its operations"
+    ADDED = "added for one of its operations"
+    DERIVATIVE = "part of the derivative of one of its operations"
+    RESULT = "gives one of its results its dtype"
 
 
 class Explanation(NamedTuple):

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     scope: str  # named scopes, outermost first: "block/attention"
     primitive: str
     kind: str  # matmul, cast, not entered, other
-    written: Dtypes | None  # None: no operation of the user's
+    written: Dtypes | None  # None: the user wrote no such operation
     run: Dtypes
     rule: str
     why: Explanation
@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
     @property
     def multiplied(self) -> str:
-        """The number format that a matmul multiplies in: if no rule says so, the widest dtype among its operands."""
+        """The number format that a matmul multiplies in: if no rule says so, the widest dtype of its operands."""
         return self.format or max(self.run.operands[:2], key=lambda name: jnp.dtype(name).itemsize)
 
 
@@ -85,7 +85,7 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
         if place.phase == "backward":
             written, why = _as_if_written(run, origin), Explanation(Role.DERIVATIVE, of, step.reason)
             if name == "convert_element_type" == of and _is_way_back(origin, run):
-                written = run  # of the user's cast
+                written = run  # it undoes the user's cast
         elif of == name:
             written, why = _dtypes(origin), Explanation(Role.ITSELF, of, step.reason)
             kind = "not entered" if step.reason.why is Why.NOT_ENTERED else kind

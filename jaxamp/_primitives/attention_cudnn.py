@@ -21,7 +21,7 @@ class _CannotFuse(Exception):
 def _split(given: Sequence[str], static: dict[str, Any], bias_differentiated: bool, primals: Sequence[Any]) -> Any:
     """The vjp of JAX's fused attention, cut in two: (forward, backward).
 
-    JAX has no name for the two halves. What the pullback holds besides operands is the result and the softmax's sums:
+    JAX has no name for the two halves. Next to operands, the pullback holds the result and the softmax's sums:
     the forward half returns these, the backward half puts them in their places.
     """
     differentiated = differentiable(given, bias_differentiated)

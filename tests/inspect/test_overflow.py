@@ -118,7 +118,7 @@ def test_a_mapped_loop_leaves_examples_that_are_done():
 
 def test_arguments_that_are_not_finite_are_told():
     report = find_overflow(lambda w, x: jnp.sum(x @ w))(W.at[0, 0].set(jnp.nan), X)
-    assert report.notes == ("1 of the arguments' arrays are not finite already",)
+    assert report.notes == ("1 of the arguments' arrays are not finite to begin with",)
     assert "nothing found" not in str(report)
 
 

@@ -315,8 +315,8 @@ def test_a_result_that_is_no_scalar_is_summed_and_told():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w), jnp.sum(x)
 
-    note = "the first floating-point result is float32[8,8] and no scalar: the backward pass is that of its sum. "
-    note += "If it is no loss, pass backward=False."
+    note = "the first floating-point result is float32[8,8], not a scalar: the backward pass is that of its sum. "
+    note += "If it is not a loss, pass backward=False."
     assert amp_report(step)(W, X).notes == (note,)
     assert jaxamp.find_overflow(step)(W, X).notes == (note,)
     assert jaxamp.compare(step)(W, X).notes == (note,)

@@ -223,7 +223,7 @@ def test_compressed_states_take_the_same_way(name):
 
 
 def test_compressed_adam_is_flash_adam():
-    """The same codecs, groups and rounding: the same bytes, but for the last bit of float32."""
+    """The same codecs, groups and rounding: the same bytes, except for the last bit of float32."""
     params = {"w": tree(F32)["w"]}
     _, ours = train(optim.flash_adam(3e-3), params, 5)
     _, wrapped = train(optim.compress_state(optax.adam(3e-3)), params, 5)

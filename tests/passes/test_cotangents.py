@@ -50,7 +50,7 @@ def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_read
     ],
 )
 def test_a_bias_and_the_matmul_before_it_read_one_held_cotangent(after, readers):
-    """XLA would make what the matmul reads anew, for it alone: in a ViT, the concatenation of three cotangents."""
+    """XLA would repeat the matmul's operand for it alone: in a ViT, the concatenation of three cotangents."""
     fn = lambda w, b, x: after(x @ w.T + b, w)
     found = list(equations(jax.make_jaxpr(jax.grad(AMP(fn), (0, 1, 2)))(W, B, X)))
     (held,) = [eqn for eqn in found if eqn.primitive.name == "materialized" and eqn.params["of_value"]]

@@ -37,7 +37,7 @@ def loss(weights, x, body=layer):
 
 
 def kept(fn, *args) -> list[jax.ShapeDtypeStruct]:
-    """What the pullback holds on to, stacked over layers, besides the weights."""
+    """What the pullback holds on to, stacked over layers, without the weights."""
     pullback = jax.eval_shape(lambda w: jax.vjp(lambda w: fn(w, *args[1:]), w)[1], args[0])
     shapes = {w.shape for w in jax.tree.leaves(args[0])}
     return [x for x in jax.tree.leaves(pullback) if x.shape[:1] == (LAYERS,) and x.shape not in shapes]

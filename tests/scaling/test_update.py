@@ -158,7 +158,7 @@ def test_a_run_with_skipped_steps_is_the_run_without_them(name):
 @pytest.mark.parametrize("name", "sgd_momentum adam partition multi_steps lion adafactor inject_hyperparams".split())
 @pytest.mark.promotes
 def test_moments_keep_their_dtype_whatever_that_of_the_gradients(name):
-    """Optax alone would widen some of them in the first step, and compile the second one anew."""
+    """Optax alone would widen some of them in the first step, and compile the second one again."""
     optimizer, step, traces = compiled(name, "bfloat16", "bfloat16")
     params = parameters("bfloat16")
     opt_state = optimizer.init(params)

@@ -77,7 +77,7 @@ def of_floats(program: Program, fn: Callable[..., Any] | None = None) -> Callabl
 
 
 def of_arrays(program: Program, fn: Callable[..., Any] | None = None) -> tuple[Callable[..., Any], list[Any]]:
-    """`fn` with the arguments bound that are no arrays, as a function whose arrays are traced, and the arrays."""
+    """`fn` with the arguments bound that are not arrays, as a function whose arrays are traced, and the arrays."""
     leaves, tree = jax.tree.flatten(program.args())
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
 
@@ -190,7 +190,7 @@ def skeleton(jaxpr: Any) -> list[Any]:
         return f"{name}:{v.aval}"
 
     def params(eqn: Any) -> dict[str, str]:
-        # The rules of a custom_vjp function are wrapped anew when it is bound again.
+        # The rules of a custom_vjp function are wrapped again when it is bound again.
         rules = {"fwd_jaxpr_thunk", "bwd", "out_trees", "num_consts"}
         plain = {k: v for k, v in eqn.params.items() if k not in rules and not list(jec.jaxprs_in_params({k: v}))}
         return {k: re.sub(r"0x[0-9a-f]+", "", str(v)) for k, v in plain.items()}
@@ -213,7 +213,7 @@ def mixed(jaxpr: Any) -> list[tuple[str, ...]]:
 
 
 def contractions(jaxpr: Any) -> list[tuple[str, ...]]:
-    """The dtypes that are multiplied by the matmuls that are no outer products and ask for no precision."""
+    """The dtypes that are multiplied by the matmuls that are not outer products and ask for no precision."""
     return [
         multiplied(eqn)
         for eqn in equations(jaxpr)
