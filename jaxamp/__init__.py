@@ -18,6 +18,7 @@ from ._inspect.unmatched import unmatched_keys as unmatched_keys
 from ._plan.bodies import Body as Body
 from ._plan.bodies import Entry as Entry
 from ._plan.higher_order import register_higher_order as register_higher_order
+from ._policy.load import load_policy as load_policy
 from ._policy.lookup import Policy as Policy
 from ._policy.rules import use_compute_precision as use_compute_precision
 from ._policy.rules import use_inferred_precision as use_inferred_precision
@@ -25,7 +26,6 @@ from ._policy.rules import use_original_precision as use_original_precision
 from ._policy.rules import use_precision as use_precision
 from ._policy.rules import use_replacement as use_replacement
 from ._policy.rules import use_widest_precision as use_widest_precision
-from ._policy.toml import load_policy as load_policy
 from ._policy.toml import presets as presets
 from ._primitives.attention import dot_product_attention as dot_product_attention
 from ._scaling.grad import dynamic_scale_grad as dynamic_scale_grad

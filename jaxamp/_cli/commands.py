@@ -13,8 +13,9 @@ from .._inspect.check import list_problems, problems_of
 from .._inspect.report import AmpReport, amp_report
 from .._inspect.text import is_colourful
 from .._inspect.text import render as render_report
+from .._policy.load import load_policy
 from .._policy.lookup import Policy
-from .._policy.toml import header, load_policy, presets
+from .._policy.toml import header, presets
 from .arguments import format_argument, parse_dtype
 from .doctor import diagnose
 from .policies import differences, entries_of
@@ -132,7 +133,12 @@ def _trace(options: argparse.Namespace) -> AmpReport:
     doing = f"tracing {options.target} with {given}"
     with users_code(doing, "a function that JAX can trace with them", "Give other arguments"):
         trace = amp_report(
-            function, compute_dtype=dtype, amp_policy=policy, keep=options.keep, backward=options.backward
+            function,
+            compute_dtype=dtype,
+            amp_policy=policy,
+            keep=options.keep,
+            disable_passes=options.disable_passes,
+            backward=options.backward,
         )
         return trace(*arguments)
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from .. import __version__
 from .._plan.residuals import Keep
+from .._transform.options import pass_names
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +61,15 @@ def _add_report_options(report: argparse.ArgumentParser) -> None:
     report.add_argument("--policy", metavar="P", default="default", help="a preset or a table (default: %(default)s)")
     _add_dtype(report, "the compute dtype (default: %(default)s)", default="float16")
     report.add_argument("--keep", choices=get_args(Keep), default="auto", help="what to keep for the backward pass")
+    report.add_argument(
+        "--disable-pass",
+        dest="disable_passes",
+        metavar="NAME",
+        action="append",
+        choices=pass_names(),
+        default=[],
+        help=f"leave an optimisation out; can be repeated ({', '.join(pass_names())})",
+    )
     report.add_argument("--no-backward", dest="backward", action="store_false", help="only report the forward pass")
     report.add_argument(
         "--limit", metavar="N", type=_limit, default=40, help="lines of the table, or all (default: 40)"

@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._plan.plan import Step
+from .._policy.load import load_policy
 from .._policy.lookup import Key
-from .._policy.toml import load_policy, presets
+from .._policy.toml import presets
 from .._transform.amp import plan_call
 from .._transform.call import split_call
 from .._transform.options import Options, PolicyLike, check_function, check_options

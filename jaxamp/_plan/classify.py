@@ -18,6 +18,7 @@ from jax import lax
 from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes
 from .._formats import Formats, float_dtype, is_float_dtype, is_wide_integer, may_lower
 from .._jaxpr import Memo
+from .._policy.load import load_policy
 from .._policy.lookup import Found, Lookup
 from .._policy.rules import (
     Replacement,
@@ -26,7 +27,6 @@ from .._policy.rules import (
     use_original_precision,
     use_widest_precision,
 )
-from .._policy.toml import load_policy
 from .._primitives.matmul import is_mixed
 from .._traits import traits_of
 from .bodies import Entry

@@ -1,25 +1,20 @@
-"""Policies: mappings from operations to rules, and the TOML tables that they are read from.
+"""Policies as TOML tables. Presets are the tables in `policies/`; a user's table has the same form:
 
-A key is a primitive, the name of a `jax.named_scope` (or a glob over the scope path), or a pair `(scope, primitive)`; a
-value is a rule. `lookup.py` says which key wins. Presets are TOML tables in `policies/`; a user's table has the same
-form:
+extends = "default"              # optional: start from a preset
 
-    extends = "default"              # optional: start from a preset
+[rules]                          # word = primitives
+float32 = ["tanh", "logistic"]
 
-    [rules]                          # word = primitives
-    float32 = ["tanh", "logistic"]
+[rules.float16]                  # only where the compute dtype is float16
+float32 = ["mul"]
 
-    [rules.float16]                  # only where the compute dtype is float16
-    float32 = ["mul"]
-
-    [scopes]
-    head = "float32"                 # scope = word
-    "*/attention/*" = "infer"
-    "eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
+[scopes]
+head = "float32"                 # scope = word
+"*/attention/*" = "infer"
+"eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
 """
 
 import functools
-import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -134,10 +129,10 @@ def _base(table: _Table, extends: Any) -> Policy:
     if not isinstance(extends, str):
         table.fail("extends", "a preset's name or the path of a table after it", ' Write extends = "default".')
     if extends in presets():
-        return _preset(extends)
+        return load_preset(extends)
     if (table.folder / extends).resolve() in table.chain:
         table.fail(extends, "a table that doesn't extend itself", ' Write extends = "default".')
-    return _load_table(table.folder / extends, table.chain)
+    return load_table(table.folder / extends, table.chain)
 
 
 def _parse(table: _Table) -> dict[Key, Rule]:
@@ -175,55 +170,17 @@ def _parse(table: _Table) -> dict[Key, Rule]:
 
 
 @functools.cache
-def _preset(name: str) -> Policy:
+def load_preset(name: str) -> Policy:
+    """The policy of a preset."""
     path = _folder() / f"{name}.toml"
     return MappingProxyType(_parse(_Table(f"policies/{name}.toml", path.read_text(encoding="utf-8"), (path,))))
 
 
-def _load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
+def load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
+    """The policy of the table at a path, which the tables of `chain` extend."""
     if path.suffix != ".toml" or not path.is_file():
         raise FileNotFoundError(
             f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
             "Write its path, or a preset's name: " + ", ".join(presets()) + "."
         )
     return MappingProxyType(_parse(_Table(str(path), path.read_text(encoding="utf-8"), (*chain, path.resolve()))))
-
-
-def load_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
-    """The mapping that `amp_policy=` stands for: a mapping itself, a preset's name, or the path of a TOML table.
-
-    >>> from jax import lax
-    >>> load_policy("default")[lax.exp_p].__name__
-    'use_original_precision'
-    """
-    if isinstance(policy, Mapping):
-        _check_mapping(policy)
-        return policy
-    if isinstance(policy, str) and policy in presets():
-        return _preset(policy)
-    if not isinstance(policy, str | os.PathLike):
-        raise TypeError(
-            f"amp_policy is {policy!r}, of type {type(policy).__name__}; expected a mapping, a preset's name or a "
-            "path. Write for example amp_policy='default'."
-        )
-    if Path(policy).suffix == ".toml":
-        return _load_table(Path(policy))
-    raise ValueError(
-        f"amp_policy is {str(policy)!r}; expected a preset or the path of a .toml file. "
-        f"The presets are {', '.join(presets())}.{nearest(str(policy), presets())}"
-    )
-
-
-def _check_mapping(policy: Policy) -> None:
-    for key, rule in policy.items():
-        pair = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and isinstance(key[1], Primitive)
-        if not (isinstance(key, str | Primitive) or pair):
-            raise TypeError(
-                f"amp_policy has the key {key!r}, of type {type(key).__name__}; expected a primitive, a scope's name "
-                "or a pair of both. Write for example jax.lax.add_p, 'attention' or ('attention', jax.lax.add_p)."
-            )
-        if not callable(rule):
-            raise TypeError(
-                f"amp_policy[{key!r}] is {rule!r}; expected a rule, a function of (compute_dtype, original_dtypes, "
-                "*invars, **bind_params). Write for example jaxamp.use_original_precision."
-            )

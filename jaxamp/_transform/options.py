@@ -9,8 +9,8 @@ import numpy as np
 from .. import _passes
 from .._errors import nearest
 from .._plan.residuals import Keep
+from .._policy.load import load_policy
 from .._policy.lookup import Lookup, Policy
-from .._policy.toml import load_policy
 
 PolicyLike = Policy | str | Any  # Any: os.PathLike
 
@@ -51,8 +51,13 @@ def check_options(
     return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes))
 
 
+def pass_names() -> list[str]:
+    """The names of all passes, in the order in which they run."""
+    return [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES)]
+
+
 def _check_passes(names: Any) -> tuple[str, ...]:
-    known = [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES)]
+    known = pass_names()
     if isinstance(names, str) or not isinstance(names, Sequence | set | frozenset):
         raise TypeError(
             f"disable_passes is {names!r}, of type {type(names).__name__}; expected a sequence of names of passes. "

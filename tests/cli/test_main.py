@@ -184,7 +184,9 @@ def test_report_passes_policy_and_keep_on(capsys, project, tmp_path, monkeypatch
         return jaxamp.amp_report(fn, **options)
 
     monkeypatch.setattr(_commands, "amp_report", spy)
-    answer(capsys, "report", f"{project}:loss", *SHAPES, "--keep", "matmuls", "--no-backward")
+    argv = ["report", f"{project}:loss", *SHAPES, "--keep", "matmuls", "--no-backward", "--disable-pass", "recompute"]
+    answer(capsys, *argv)
+    assert asked[0]["disable_passes"] == ["recompute"]
     assert (asked[0]["keep"], asked[0]["backward"], asked[0]["compute_dtype"]) == ("matmuls", False, "float16")
 
 
@@ -383,6 +385,7 @@ def test_a_traceback_is_shown_when_asked_for(capsys, project, monkeypatch, by):
         (["show", "default", "more"], "unrecognized arguments: more"),
         (["report", "m:f", "--nope", "f32[3]"], "unrecognized arguments: --nope"),
         (["report", "m:f", "--keep", "some"], "invalid choice: 'some'"),
+        (["report", "m:f", "--disable-pass", "some"], "invalid choice: 'some'"),
         (["report", "m:f", "--limit", "x"], "got 'x'; expected a number of lines. Write --limit 100 or --limit all."),
         (["report", "m:f", "--max-casts", "x"], "invalid int value: 'x'"),
     ],
