@@ -378,7 +378,8 @@ class _Matcher:
 
 
 def _is_same_run(a: Place, b: Place) -> bool:
-    return (a.mark, a.turns) == (b.mark, b.turns)
+    """Whether two equations belong to one run of one step."""
+    return (a.mark, a.mark_run) == (b.mark, b.mark_run)
 
 
 def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:

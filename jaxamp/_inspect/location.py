@@ -32,6 +32,8 @@ class Place(NamedTuple):
     rounds: tuple[int, ...] = ()  # while it runs: the round of each loop around it
     turns: tuple[tuple[int, int], ...] = ()  # the same for loops and conds: which of them, and its round or branch
     mark: int | None = None  # the ledger's number of the step behind it
+    run: int = 0  # while it runs: the number of this run of the jaxpr
+    mark_run: int = 0  # the number of the run that the step is in
     source: Source | None = None
 
     @property
@@ -49,6 +51,7 @@ class Place(NamedTuple):
         return self._replace(
             scopes=self.scopes + scopes(stack),
             mark=marks[0] if marks else self.mark,
+            mark_run=self.run if marks else self.mark_run,
             source=next(iter((*users, *lines)), self.source),
         )
 

@@ -261,7 +261,7 @@ class _Probe:
 
     def _reader_of_clamped(self, eqn: Any, place: Place) -> Primitive | None:
         """The primitive that reads the result of a clamp of ours (`_formats.saturate`); None for other equations."""
-        if eqn.primitive.name != "clamp" or place.mark is None:
+        if eqn.primitive is not lax.clamp_p or place.mark is None:
             return None
         reader = self._ledger.records[place.mark].eqn.primitive
         ours = reader is not eqn.primitive and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
@@ -328,7 +328,7 @@ def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
         if without_nan is not None and finite is not None:
             overflows = jnp.isinf(finite) & (nans | (out == finite))
             return int((nans & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
-    # Nothing is known about which entries go into which.
+    # We don't know which operand entries an entry depends on.
     wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
     overflows = infs & (False if wide is None else jnp.isfinite(wide))
     return 0 if any(bool(jnp.isnan(x).any()) for x in floats) else int(nans.sum()), int(overflows.sum())
@@ -366,7 +366,7 @@ def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
     """How many entries of a low result are zero that are not zero in float32."""
     if not bool((out == 0).any()):
         return 0
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive is lax.convert_element_type_p:
         return int(_zeros_of_more(out, ins[0])) if is_float(ins[0]) else 0
     wide = _in_float32(eqn, k, ins)
     return 0 if wide is None else int(_zeros_of_more(out, wide))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from .._compat import Jaxpr, open_jaxpr
 from .._formats import float_dtype
@@ -49,7 +50,7 @@ class Row(NamedTuple):
     flops: int
     bytes: int
     dims: Dims | None
-    format: str = ""  # the number format that a rule of the policy says it multiplies in
+    format: str = ""  # the number format that a rule of the policy gives the forward pass
 
     @property
     def reason(self) -> str:
@@ -81,17 +82,17 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
     if place.mark is not None:
         origin, step = ledger.records[place.mark]
         of, rule = shown_name(origin.primitive), name_of_rule(step.found.rule)
-        format_ = step.format if kind == "matmul" else ""
+        format_ = step.format if kind == "matmul" and place.phase == "forward" else ""
         if place.phase == "backward":
             written, why = _as_if_written(run, origin), Explanation(Role.DERIVATIVE, of, step.reason)
-            if name == "convert_element_type" == of and _is_way_back(origin, run):
+            if eqn.primitive is origin.primitive is lax.convert_element_type_p and _reverses_cast(origin, run):
                 written = run  # it undoes the user's cast
         elif of == name:
             written, why = _dtypes(origin), Explanation(Role.ITSELF, of, step.reason)
             kind = "not entered" if step.reason.why is Why.NOT_ENTERED else kind
         else:
             why = Explanation(Role.ADDED, of, step.reason)
-    if name == "convert_element_type" and written != run and _between_floats(eqn):
+    if eqn.primitive is lax.convert_element_type_p and written != run and _between_floats(eqn):
         kind = "cast"
     return Row(
         place.phase,
@@ -135,7 +136,7 @@ def _as_if_written(run: Dtypes, origin: Any) -> Dtypes:
     return Dtypes(widened(run.operands), widened(run.results))
 
 
-def _is_way_back(origin: Any, run: Dtypes) -> bool:
+def _reverses_cast(origin: Any, run: Dtypes) -> bool:
     there = _dtypes(origin)
     return (run.operands, run.results) == (there.results, there.operands)
 

@@ -24,15 +24,20 @@ class Walker:
     def __init__(self, ledger: Ledger, watch: Watch):
         self._ledger = ledger
         self._watch = watch
-        self._entered: Counter[Any] = Counter()
+        self._entered: Counter[Any] = Counter()  # loops and branches, by the turns around them
+        self._runs = 0  # of jaxprs
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
         """The results of a jaxpr that is at `place`."""
+        self._runs += 1
+        place = place._replace(run=self._runs)
 
         def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
             here, found = place.of(eqn, self._ledger), higher_order(eqn.primitive)
             if found is not None and found.evaluate is not None:
-                return found.evaluate(self._body_runner(here), eqn, ins)
+                outs = found.evaluate(self._body_runner(here), eqn, ins)
+                if outs is not None:
+                    return outs
             outs = bind(eqn, ins)
             self._watch(eqn, here, ins, outs)
             return outs

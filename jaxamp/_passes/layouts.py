@@ -11,7 +11,7 @@ from jax import lax
 
 from .._plan.classify import Mode
 from .._plan.plan import Operation, Plan, Step
-from .._plan.reasons import Why
+from .._plan.planner import pass_operands
 from .._primitives.barriers import row_major
 
 
@@ -27,7 +27,7 @@ def order_results(plan: Plan) -> Plan:
     for i in matmuls:
         places = [r.place for r in readers.get(plan.eqns[i].outvars[0], []) if r.place < len(plan.steps)]
         turned = any(
-            plan.eqns[place].primitive is lax.transpose_p and plan.steps[place].reason.why is not Why.FOLDED
+            plan.eqns[place].primitive is lax.transpose_p and plan.steps[place].operation is not pass_operands
             for place in places
         )
         operation = plan.steps[i].operation

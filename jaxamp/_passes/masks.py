@@ -20,8 +20,8 @@ from .._plan.higher_order import describe
 from .._primitives.mask import MASK, Expression
 from .._traits import traits_of
 
-_LARGEST = 64  # operations in one expression
-_MOST = 4  # ways to rewrite one body
+_LARGEST_EXPRESSION = 64  # operations in one expression
+_MOST_VERSIONS = 4  # ways to rewrite one body
 
 
 def spread_masks(jaxpr: Jaxpr) -> Jaxpr:
@@ -41,7 +41,7 @@ class _Spreader:
     def run(self, jaxpr: Jaxpr, ins: Expressions) -> tuple[Jaxpr, list[Expression | None]]:
         """The jaxpr rewritten, and the expressions of its results."""
         ways: dict[Expressions, tuple[Jaxpr, list[Expression | None]]] = self._memo.get(jaxpr, None, dict)
-        if ins not in ways and len(ways) >= _MOST:
+        if ins not in ways and len(ways) >= _MOST_VERSIONS:
             ins = (None,) * len(ins)
         if ins not in ways:
             ways[ins] = self._run(jaxpr, ins)
@@ -101,7 +101,7 @@ def _expression(eqn: Any, operands: Sequence[Expression | None]) -> Expression |
     out, traits = eqn.outvars[0].aval, traits_of(eqn.primitive)
     known = [operand for operand in operands if operand is not None]
     size = 1 + sum(operand.size for operand in known)
-    if len(known) < len(operands) or size > _LARGEST or not traits.mask_arithmetic:
+    if len(known) < len(operands) or size > _LARGEST_EXPRESSION or not traits.mask_arithmetic:
         return None
     if not _is_plain(out.dtype) or not all(isinstance(length, int) for length in out.shape):
         return None
@@ -109,7 +109,7 @@ def _expression(eqn: Any, operands: Sequence[Expression | None]) -> Expression |
         return None  # it rounds, and perhaps differently in another shape
     if eqn.primitive in (lax.reshape_p, lax.squeeze_p):
         plain = eqn.params["dimensions"] is None or eqn.primitive is lax.squeeze_p
-        if not plain or _beside_ones(out.shape) != _beside_ones(known[0].shape):
+        if not plain or _without_ones(out.shape) != _without_ones(known[0].shape):
             return None
     return Expression(eqn.primitive, tuple(sorted(eqn.params.items())), tuple(known), out.shape, size)
 
@@ -127,5 +127,5 @@ def _is_plain(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "biuf" and dtype.itemsize <= 4
 
 
-def _beside_ones(shape: Sequence[int]) -> list[int]:
+def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]

@@ -51,7 +51,7 @@ class Softmax(NamedTuple):
         with runner.at(plan, self.last):
             x = env.read(self.operand, _FLOAT32)
             y = low_softmax(x, self.axes, plan.setting.formats.compute_dtype, runner.in_checkpoint)
-        env.write(self.result, y, plan.steps[self.last].outs[0])
+        env.write(self.result, y, plan.steps[self.last].outs[0]._replace(format=plan.setting.formats.low))
 
 
 def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> Softmax | None:

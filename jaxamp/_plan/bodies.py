@@ -52,7 +52,8 @@ def _one_to_one(eqn: Any, param: str) -> Body:
 
 
 def call(param: str, lazy: bool = False) -> Describe:
-    return lambda eqn: Entry((_one_to_one(eqn, param),), lazy=lazy)
+    """A body whose operands and results are those of the equation; a parameter `length` says how often it runs."""
+    return lambda eqn: Entry((_one_to_one(eqn, param),), lazy=lazy, times=eqn.params.get("length", 1))
 
 
 def describe_cond(eqn: Any) -> Entry:

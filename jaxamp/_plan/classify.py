@@ -102,6 +102,10 @@ class Classifier:
         compute_dtype = self.formats.compute_dtype
         return self._constants.get(const, None, lambda: sensitivity_of_constant(const, compute_dtype))
 
+    def _is_low(self, dtype: np.dtype) -> bool:
+        format_ = self.formats.of(dtype)
+        return format_ is not None and format_.low
+
     def of_constants(self, jaxpr: Jaxpr) -> dict[Var, Sensitivity]:
         pairs = zip(open_jaxpr(jaxpr).constvars, consts_of(jaxpr), strict=True)
         return {var: self.of_constant(const) for var, const in pairs}
@@ -229,7 +233,7 @@ class Classifier:
             return Mode.AS_WRITTEN, Reason(why), operand
         if old == new:
             return Mode.ALIAS, Reason(Why.FOLLOWS_OPERAND), operand
-        if new == self.formats.compute_dtype:
+        if self._is_low(new):
             return Mode.ALIAS, Reason(Why.USERS_CAST), LOW
         if new.itemsize > old.itemsize:
             return Mode.AS_WRITTEN, Reason(Why.USERS_WIDER_CAST), max(operand, PROTECTED)
@@ -239,9 +243,9 @@ class Classifier:
         """An operation such as attention, by the operands that are multiplied. The others may be positions."""
         takes_part = traits_of(eqn.primitive).takes_part
         assert takes_part is not None
-        part, _ = takes_part(eqn.params)
-        operands = [v for v, own in zip(eqn.invars, part, strict=True) if own]
-        ins = [s for s, own in zip(ins, part, strict=True) if own]
+        multiplied, _ = takes_part(eqn.params)
+        operands = [v for v, is_multiplied in zip(eqn.invars, multiplied, strict=True) if is_multiplied]
+        ins = [s for s, is_multiplied in zip(ins, multiplied, strict=True) if is_multiplied]
         if not any(map(self.formats.may_lower, operands)):
             return Mode.AS_WRITTEN, Reason(Why.NOTHING_TO_LOWER), combine(ins)
         refusal = self._refuses(eqn, operands, ins)
@@ -255,7 +259,7 @@ class Classifier:
         """Why an equation under the compute rule is not lowered after all; None if it is."""
         params, low = eqn.params, self.formats.compute_dtype
         dtypes = [float_dtype(v.aval) for v in invars]
-        ours = [d is None or d == low or may_lower(d, low) for d in dtypes]
+        ours = [d is None or self._is_low(d) or may_lower(d, low) for d in dtypes]
         if not all(ours) or ("preferred_element_type" in params and any(d is None for d in dtypes[:2])):
             return Reason(Why.MIXED_DTYPES)
         preferred = params.get("preferred_element_type")

@@ -6,10 +6,13 @@ This serves the tools that look at each operation: loops are unrolled in Python,
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, scan_counts
+from .._jaxpr import bind
 
 
 class RunBody(Protocol):
@@ -21,11 +24,37 @@ class RunBody(Protocol):
         """The results of a body. `turn`: the number of a branch, or `in_loop` that of a round."""
 
 
-Evaluate = Callable[[RunBody, Any, list[Any]], Sequence[Any]]
+# None: it can't be done, and the equation is one operation
+Evaluate = Callable[[RunBody, Any, list[Any]], Sequence[Any] | None]
 
 
 def evaluate_call(param: str) -> Evaluate:
     return lambda run, eqn, operands: run(eqn.params[param], operands)
+
+
+def evaluate_supposed_call(param: str) -> Evaluate:
+    """The body as if it were called once, if that gives the results of the primitive: it may do more with its body."""
+
+    def evaluate(run: RunBody, eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+        once, expected = jec.jaxpr_as_fun(eqn.params[param]), bind(eqn, operands)
+        try:
+            found = once(*operands)
+        except Exception:  # a body that is mapped over the operands, or takes others
+            return None
+        return run(eqn.params[param], operands) if all(map(_is_same, found, expected)) else None
+
+    return evaluate
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether two arrays are the same within the rounding of a low dtype."""
+    if jnp.shape(x) != jnp.shape(y) or x.dtype != y.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.shape(x) == jnp.shape(y) and x.dtype == y.dtype and bool(jnp.all(x == y))
+    a, b = (np.asarray(value).astype(np.float64) for value in (x, y))
+    finite = np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return False
+    return bool(np.linalg.norm((a - b)[finite]) <= 1e-2 * np.linalg.norm(b[finite]))
 
 
 def evaluate_cond(run: RunBody, eqn: Any, operands: list[Any]) -> list[Any]:

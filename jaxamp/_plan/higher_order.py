@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 from .._compat import Primitive, primitives
 from .bodies import Describe, Entry, call, describe_cond, describe_scan, describe_shard_map, describe_while
-from .evaluations import Evaluate, evaluate_call, evaluate_cond, evaluate_scan, evaluate_while
+from .evaluations import (
+    Evaluate,
+    evaluate_call,
+    evaluate_cond,
+    evaluate_scan,
+    evaluate_supposed_call,
+    evaluate_while,
+)
 from .rewrites import (
     Rewrite,
     rebind,
@@ -76,11 +83,12 @@ def register_higher_order(
 
     Args:
         primitive: The primitive, which must accept its jaxpr with other dtypes.
-        jaxpr: The name of the parameter that holds the jaxpr, if the primitive calls it once, on its own operands and
-            for its own results. Else a function from an equation to an `Entry` of `Body`s.
+        jaxpr: The name of the parameter that holds the jaxpr, if its operands and results are those of the equation,
+            one for one. Else a function from an equation to an `Entry` of `Body`s.
         evaluate: How to compute the results operation by operation, for `compare` and `find_overflow`:
-            `evaluate(run, eqn, operands)` returns the results, where `run(jaxpr, operands)` runs a body. If None, a
-            jaxpr given by its name is run once, and a primitive given by a function is one operation for them.
+            `evaluate(run, eqn, operands)` returns the results, where `run(jaxpr, operands)` runs a body. If None, the
+            primitive is one operation for them, unless its jaxpr is given by name and running it once gives the results
+            of the primitive.
 
     >>> from jax.extend.core import Primitive
     >>> register_higher_order(Primitive("my_call"), "call_jaxpr")
@@ -91,6 +99,6 @@ def register_higher_order(
             "Write for example register_higher_order(my_call_p)."
         )
     if isinstance(jaxpr, str):
-        _REGISTERED[primitive] = HigherOrder(call(jaxpr), rebind, evaluate or evaluate_call(jaxpr))
+        _REGISTERED[primitive] = HigherOrder(call(jaxpr), rebind, evaluate or evaluate_supposed_call(jaxpr))
     else:
         _REGISTERED[primitive] = HigherOrder(jaxpr, rebind, evaluate)

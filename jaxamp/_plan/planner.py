@@ -46,7 +46,7 @@ class Planner:
         """A planner without this one's memory."""
         return Planner(Classifier(self.classifier.lookup, self.formats), self.setting, self._passes)
 
-    # -- 1. backwards: what is wanted wide
+    # -- 1. backwards: which values are wanted in float32
 
     def _wants(self, jaxpr: Jaxpr, decisions: list[Decision], outs: Sequence[bool], path: Path) -> dict[Var, bool]:
         """For each variable: do only float32 operations read it?"""

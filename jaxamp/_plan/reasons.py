@@ -26,6 +26,7 @@ class Why(enum.Enum):
     NO_LOW_OPERAND = enum.auto()
     READ_ONLY_BY = enum.auto()  # the names of the primitives that read it; none: it is a float32 result
     FOLDED = enum.auto()  # into the matmul before it
+    BY_PASS = enum.auto()  # what an optimisation did with it, in words
 
     # it can't be lowered, or there is nothing to lower
     ALREADY_LOW = enum.auto()

@@ -28,7 +28,7 @@ def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _is_activation(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether a function is called that is made of cheap operations and of comparisons, such as an activation."""
+    """Whether it calls a function of only cheap operations and comparisons, such as an activation."""
     traits = traits_of(primitive)
     return (traits.plain_call or traits.own_jvp) and all(
         _is_cheap(eqn) or _is_activation(eqn.primitive, eqn.params)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import Literal
-from .._formats import Formats, float_dtype
+from .._formats import Formats, float_dtype, is_float
 from .._policy.rules import Replacement, Rule, name_of_rule
 from .sensitivity import FREE, LOW, PROTECTED, Value
 
@@ -41,14 +41,22 @@ def apply_replacement(
     """The results of the body that a rule gives an operation."""
     made = rule.body(eqn.primitive, compute_dtype, *operands, **eqn.primitive.get_bind_params(params))
     outs = list(made) if eqn.primitive.multiple_results and isinstance(made, tuple | list) else [made]
-    shapes, expected = [getattr(x, "shape", None) for x in outs], [v.aval.shape for v in eqn.outvars]
-    if shapes != expected:
-        given = ", ".join(type(x).__name__ if shape is None else str(shape) for x, shape in zip(outs, shapes))
+    if list(map(_kind, outs)) != [_kind(v.aval) for v in eqn.outvars]:
+        given, expected = (", ".join(map(_kind_text, some)) for some in (outs, [v.aval for v in eqn.outvars]))
         raise TypeError(
-            f"the replacement {rule.name!r} returned {given} for {eqn.primitive}; expected arrays of the shapes "
-            f"{', '.join(map(str, expected))}. Return from its body what {eqn.primitive} itself would return."
+            f"the replacement {rule.name!r} returned {given} for {eqn.primitive}; expected {expected}, where any float "
+            f"will do. Return from its body what {eqn.primitive} itself would return."
         )
     return outs
+
+
+def _kind(x: Any) -> Any:
+    """The shape of an array and whether it holds floats; None for anything else."""
+    return (x.shape, is_float(x)) if hasattr(x, "shape") else None
+
+
+def _kind_text(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
 
 
 def results_of_rule(rule: Rule, formats: Formats, eqn: Any, ins: Sequence[Value]) -> tuple[Value, ...]:

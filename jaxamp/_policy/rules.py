@@ -134,8 +134,8 @@ def use_replacement(body: Callable[..., Any], *, name: str | None = None, format
             compute dtype; the float32 parameters of a matmul come as they are, so that the body decides how they are
             rounded and what their gradient is. JAX differentiates the body: use `jax.custom_vjp` to say how.
         name: What reports call the rule; the body's name if None.
-        format: The number format that the body multiplies in, for the totals of a report, such as "int8"; if None,
-            reports read it off the equations of the body.
+        format: The number format that the body multiplies in, for the totals of a report, such as "int8". Without it,
+            and in the backward pass, reports read the dtypes off the equations.
 
     Where `use_compute_precision` would leave an operation alone (positions, integers, `Precision.HIGHEST`), the
     operation keeps its own body.

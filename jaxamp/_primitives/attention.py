@@ -89,7 +89,7 @@ def dot_product_attention(
         "is_causal": is_causal,
         "local_window_size": local_window_size,
     }
-    # What is wrong with the arguments is said by the function that they are written for.
+    # Let `jax.nn.dot_product_attention` check the arguments.
     checked = promoting(functools.partial(jax.nn.dot_product_attention, **static))
     jax.eval_shape(checked, query, key, value, **given)
     shape, operands = query.shape, [_with_batch(x, name) for name, x in zip("qkv", (query, key, value), strict=True)]
@@ -183,8 +183,8 @@ def _forward_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     given = params["given"]
     out, lse = FORWARD.bind(*primals, **params)
     bias_differentiated = "bias" in given and type(tangents[3 + given.index("bias")]) is not ad.Zero
-    moved = [ad.instantiate_zeros(tangents[i]) for i in differentiable(given, bias_differentiated)]
-    (tangent,) = TANGENT.bind(*primals, out, lse, *moved, bias_differentiated=bias_differentiated, **params)
+    instantiated = [ad.instantiate_zeros(tangents[i]) for i in differentiable(given, bias_differentiated)]
+    (tangent,) = TANGENT.bind(*primals, out, lse, *instantiated, bias_differentiated=bias_differentiated, **params)
     return (out, lse), (tangent, ad.Zero(jax.typeof(lse).to_tangent_aval()))
 
 
@@ -214,8 +214,8 @@ def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **par
         return outs, [None] * len(outs)
     given = params["given"]
     names = ["q", "k", "v", *given, *["like q"] * (len(operands) - 3 - len(given))]
-    moves = params.get("bias_differentiated", False)  # then it has a derivative for each place on the mapped axis
-    if primitive is TANGENT and moves:
+    with_bias = params.get("bias_differentiated", False)  # then it has a derivative for each place on the mapped axis
+    if primitive is TANGENT and with_bias:
         names[-1] = "bias"
     size = axis_data.size
 
@@ -225,7 +225,7 @@ def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **par
     batch = batch_of(0)
 
     def joined(x: Any, dim: Any, name: str) -> Any:
-        spread = name in BROADCAST and not (name == "bias" and moves)
+        spread = name in BROADCAST and not (name == "bias" and with_bias)
         if dim is None and spread and x.shape[0] == 1:
             return x
         x = lax.broadcast(x, (size,)) if dim is None else jnp.moveaxis(x, dim, 0)
@@ -235,7 +235,7 @@ def _batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any, **par
 
     outs = primitive.bind(*map(joined, operands, dims, names), **params)
     outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
-    if primitive is BACKWARD and moves and batch_of(3 + given.index("bias")) != batch:
+    if primitive is BACKWARD and with_bias and batch_of(3 + given.index("bias")) != batch:
         outs[-1] = outs[-1].sum(1, keepdims=True)
     return outs, [0] * len(outs)
 

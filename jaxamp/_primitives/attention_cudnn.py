@@ -44,7 +44,7 @@ def _split(given: Sequence[str], static: dict[str, Any], bias_differentiated: bo
 
     def backward(*operands: Any) -> Any:
         *primals, out, lse, ct = operands
-        leaves = jtu.tree_leaves(whole(*primals)[1])  # what is replaced of it is dead code
+        leaves = jtu.tree_leaves(whole(*primals)[1])  # the replaced leaves are dead code
         leaves[results[0]], leaves[sums[0]] = out, lax.transpose(lse, (0, 2, 1))
         return jtu.tree_unflatten(jtu.tree_structure(pullback), leaves)(ct)
 

@@ -27,7 +27,7 @@ def attend_by(implementation: Any, given: Sequence[str], static: dict[str, Any])
         if implementation == "cudnn":  # it wants them in full, and a bias in the dtype of the queries
             whole = {name: options[name] for name in BROADCAST if name in options}
             options |= {n: jnp.broadcast_to(x, (*x.shape[:2], q.shape[1], k.shape[1])) for n, x in whole.items()}
-            # a row of -1e9 alone is no row of nothing
+            # a row of only -1e9 must stay finite: as -inf it would be a row without any key
             options |= {"bias": saturate(options["bias"], q.dtype)} if "bias" in options else {}
         with jax.default_matmul_precision(None if precision is None else precision.name.lower()):
             return jax.nn.dot_product_attention(q, k, v, **options, **asked, **more, implementation=implementation)
@@ -36,7 +36,7 @@ def attend_by(implementation: Any, given: Sequence[str], static: dict[str, Any])
 
 
 def promoting(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX's attention of low operands promotes dtypes: no matter for a user who is strict about their own."""
+    """JAX's attention of low operands promotes dtypes, which must work even under a user's strict promotion."""
 
     @functools.wraps(fun)
     def promoting(*operands: Any, **params: Any) -> Any:

@@ -19,8 +19,8 @@ _MOVES = """
 _COMPARES = "and eq ge gt is_finite le lt ne not or xor"
 
 _TABLE: dict[str, str] = {
-    # Bits, random draws, decompositions that exist in float32 only; and a jaxpr that was traced in the old dtype hangs
-    # on combining scatters and general reductions.
+    # Bits, random draws, decompositions that exist in float32 only; combining scatters and general reductions, which
+    # carry a jaxpr traced in the old dtype.
     "fixed_dtype": """
         bitcast_convert_type reduce_precision nextafter iota empty empty2 to_edtype from_edtype
         rng_uniform rng_bit_generator random_bits random_gamma random_seed random_split random_fold_in random_wrap
@@ -104,5 +104,6 @@ def named(trait: str) -> frozenset[str]:
     ['reduce_max', 'reduce_min', 'reduce_prod', 'reduce_sum']
     """
     if trait not in Traits.__dataclass_fields__:
-        raise ValueError(f"got the trait {trait!r}; expected one of {', '.join(Traits.__dataclass_fields__)}.")
+        names = ", ".join(Traits.__dataclass_fields__)
+        raise ValueError(f"got the trait {trait!r}; expected one of {names}. Write for example named('moves').")
     return frozenset(name for name, traits in OF_JAX.items() if getattr(traits, trait))

@@ -33,7 +33,7 @@ class Traits:
     compares: bool = False
     reduces: bool = False
     passes_on: bool = False  # the result is the operand, perhaps in another dtype or layout: free, and not compared
-    mask_arithmetic: bool = False  # masks are made of it from positions, entry by entry
+    mask_arithmetic: bool = False  # element-wise, and masks of positions are built from it
 
     # -- bodies
     plain_call: bool = False  # its body runs once, in its place

@@ -133,8 +133,8 @@ def amp(
         keep: What is kept for the backward pass. `"auto"`: in scans over layers the results of matmuls; elsewhere what
             JAX keeps, without the float32 values that element-wise functions between low values would keep.
             `"matmuls"`: the results of matmuls everywhere, for less memory and more time. `"all"`: what JAX keeps.
-            A scan with a `jax.checkpoint` or side effects in it is treated like code outside of scans; so is, for
-            `"matmuls"`, such a function.
+            A scan with a `jax.checkpoint` or side effects in it is treated like code outside of scans. With
+            `"matmuls"`, the same holds for a whole function that has one.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
             `widen_results`, `fold_transposes`, `order_results`, `low_softmaxes`, `recompute`, `share_cotangents`.
 

@@ -2,7 +2,7 @@
 
 The law it keeps: equations run in the order in which they were written, each once, under the user's source line, name
 stack and equation context; one cast is made per value and dtype. It knows steps and regions: a region (`_passes`) runs
-several steps as it likes.
+several steps as it likes, and may ask where it runs: inside of a checkpoint, or of work that is computed again.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .ledger import Ledger
 
 
 class Where(enum.Enum):
-    """Where equations run. What is kept of them for the backward pass is decided at one place only."""
+    """Where equations run. Only the outermost checkpoint decides what is kept for the backward pass."""
 
     OUTSIDE = "outside of any checkpoint"
     IN_CHECKPOINT = "in a checkpoint of ours or of the user"

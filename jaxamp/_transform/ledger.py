@@ -43,7 +43,7 @@ class Ledger:
         return self._numbers.get(steps, i, next_number)
 
     def numbered(self, eqn: Any, step: Step) -> Any:
-        """An equation with numbers in its bodies. The bodies of one that a key keeps out have its own step."""
+        """An equation with numbers in its bodies. If a policy key keeps `amp` out of them, they share its step."""
         entry = describe(eqn)
         if entry is None:
             return eqn

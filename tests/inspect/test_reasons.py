@@ -9,6 +9,7 @@ DETAILS = {
     Why.BY_SCOPE: "head",
     Why.BY_SCOPE_AND_PRIMITIVE: "head",
     Why.READ_ONLY_BY: ("exp",),
+    Why.BY_PASS: "a product with 1",
     Why.FIXED_DTYPE: "cholesky",
     Why.LITERAL_UNDERFLOWS: (1e-12, "float16"),
     Why.LITERAL_OVERFLOWS: (-1e9, "float16"),

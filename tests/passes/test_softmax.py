@@ -133,6 +133,17 @@ def test_a_softmax_in_a_scan_is_kept_once():
     )
 
 
+def test_a_softmax_is_held_low():
+    """A value that says float32 and is not would be taken for a parameter by the passes after it."""
+    policy = jaxamp.default_amp_policy | {lax.add_p: jaxamp.use_compute_precision}
+    fn = lambda w, v, x: (jax.nn.softmax(x[:1] @ w) + v @ w) @ w
+    w = normal(3, 8, 8)
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16, amp_policy=policy))(
+        w, normal(4, 5, 8), normal(5, 5, 8)
+    )
+    assert [eqn.params["of_value"] for eqn in equations(jaxpr) if eqn.primitive.name == "materialized"] == [True]
+
+
 # -- plans
 
 

@@ -36,6 +36,14 @@ def test_what_a_users_rule_makes_of_the_wider_result():
     assert (step(plan, "reshape").mode, held_in(step(plan, "reshape"))) == (Mode.RULE, ["float32"])
 
 
+def test_what_a_later_operation_wants_low_stays_low():
+    policy = jaxamp.default_amp_policy | {lax.transpose_p: jaxamp.use_compute_precision}
+    fn = lambda w, x: jnp.transpose((x @ w.reshape(8, 16)).reshape(15, 16))
+    plan = plan_of(fn, W, X, passes=(widen_results,), policy=policy)
+    assert held_in(step(plan, "dot_general")) == ["float32"]
+    assert (read_in(step(plan, "reshape", 1)), held_in(step(plan, "reshape", 1))) == (["bfloat16"], ["bfloat16"])
+
+
 def test_a_plan_that_returns_no_matmul_is_left_as_it_is():
     plan = plan_of(lambda w, x: jnp.exp(x @ w.T), W, X)
     assert widen_results(plan) is plan

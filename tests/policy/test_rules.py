@@ -130,15 +130,23 @@ def test_a_replacement_that_is_no_function_is_refused():
 
 @pytest.mark.parametrize(
     ("made", "given"),
-    [(lambda x: x[:2], r"\(2, 4\)"), (lambda x: None, "NoneType"), (lambda x: (x, x), "tuple")],
-    ids=["another shape", "nothing", "a tuple"],
+    [
+        (lambda x: x[:2], r"float32\[2,4\]"),
+        (lambda x: None, "NoneType"),
+        (lambda x: (x, x), "tuple"),
+        (lambda x: x.astype(jnp.int32), r"int32\[4,4\]"),
+    ],
+    ids=["another shape", "nothing", "a tuple", "integers"],
 )
 def test_a_body_that_returns_something_else_is_told(made, given):
     def body(primitive, compute_dtype, x, w, **params):
         return made(primitive.bind(x, w, **params))
 
     policy = jaxamp.default_amp_policy | {lax.dot_general_p: jaxamp.use_replacement(body, name="mine")}
-    returned, expected = f"the replacement 'mine' returned {given} for dot_general", r"of the shapes \(4, 4\)"
+    returned, expected = (
+        f"the replacement 'mine' returned {given} for dot_general",
+        r"expected float32\[4,4\], where any float",
+    )
     with raises(TypeError, returned, expected, "Return from its body"):
         jaxamp.amp(lambda x: x @ x, amp_policy=policy)(W)
 

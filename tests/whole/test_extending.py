@@ -24,10 +24,13 @@ BF16 = {"compute_dtype": jnp.bfloat16}
 # -- a pass: a product with one is its other operand
 
 
+DROPPED = Reason(Why.BY_PASS, "a product with 1")
+
+
 def drop_products_with_one(plan):
     """Let products with the literal 1 pass their other operand on."""
     changed = {
-        i: plan.steps[i]._replace(operation=_pass_first, reason=Reason(Why.FOLDED), touched=True)
+        i: plan.steps[i]._replace(operation=_pass_first, reason=DROPPED, touched=True)
         for i, eqn in enumerate(plan.eqns)
         if eqn.primitive is lax.mul_p and isinstance(eqn.invars[1], Literal) and eqn.invars[1].val == 1
     }
@@ -108,9 +111,8 @@ def test_a_replacement_reaches_the_report_and_its_costs():
     report = jaxamp.amp_report(loss, **BF16, amp_policy=FEW_BITS)(W, X)
     forward = [row for row in report.matmuls if row.phase == "forward"]
     assert [(row.multiplied, row.rule, row.reason) for row in forward] == [("e8m3", "few_bits", "policy table")] * 2
-    assert report.matmul_flops["e8m3"] == 2 * X.size * 8 * 2 + sum(
-        row.flops for row in report.matmuls if row.phase == "backward"
-    )
+    backward = sum(row.flops for row in report.matmuls if row.phase == "backward")
+    assert report.matmul_flops == {"bfloat16": backward, "e8m3": 2 * X.size * 8 * 2}
     assert report.low_share == 1.0
     assert report.to_dict()["rows"][0]["format"] in ("", "e8m3")
     added = [row for row in report.rows if row.primitive == "reduce_precision" and row.phase == "forward"]
@@ -142,6 +144,53 @@ def test_a_replacement_in_a_loop_is_compared_round_by_round():
     assert found.notes == ()
 
 
+def test_a_replacement_in_a_function_that_is_called_often_is_compared_call_by_call():
+    inner = jax.jit(lambda w, x: x @ w)
+    fn = lambda w, x: inner(w, inner(w, inner(w, x))).sum()
+    found = jaxamp.compare(fn, **BF16, amp_policy=FEW_BITS)(0.3 * W, X)
+    matmuls = [row.error.relative for row in found.operations if row.name == "dot_general"]
+    assert len(matmuls) == 3
+    assert max(matmuls) < 0.2
+    assert found.notes == ()
+
+
+def test_a_replacement_with_a_loop_in_it_is_one_operation():
+    def twice_half(primitive, compute_dtype, x, w, **params):
+        x, w = (a.astype(compute_dtype) for a in (x, w))
+        start = jnp.zeros_like(primitive.bind(x, w, **params))
+        return lax.scan(lambda c, _: (c + primitive.bind(x, w / 2, **params), None), start, length=2)[0]
+
+    policy = jaxamp.default_amp_policy | {lax.dot_general_p: jaxamp.use_replacement(twice_half)}
+    found = jaxamp.compare(loss, **BF16, amp_policy=policy)(W, X)
+    matmuls = [row.error.relative for row in found.operations if row.name == "dot_general"]
+    assert len(matmuls) == 2
+    assert max(matmuls) < 2e-2
+
+
+def test_matmuls_of_a_replacements_derivative_are_reported_as_they_are():
+    @jax.custom_vjp
+    def wide_back(x, w):
+        return x @ w
+
+    wide_back.defvjp(
+        lambda x, w: (x @ w, (x, w)),
+        lambda kept, ct: tuple(
+            d.astype(a.dtype)
+            for d, a in zip(
+                (ct.astype(jnp.float32) @ kept[1].T, kept[0].astype(jnp.float32).T @ ct.astype(jnp.float32)), kept
+            )
+        ),
+    )
+
+    def body(primitive, compute_dtype, x, w, **params):
+        return wide_back(x.astype(jnp.float32), w)
+
+    policy = jaxamp.default_amp_policy | {lax.dot_general_p: jaxamp.use_replacement(body, format="int8")}
+    report = jaxamp.amp_report(lambda w, x: (x @ w).sum(), **BF16, amp_policy=policy)(W, X)
+    assert report.matmul_flops.keys() == {"int8", "float32"}
+    assert 0 < report.low_share < 1
+
+
 def test_a_replacement_leaves_alone_what_the_compute_rule_leaves_alone():
     fn = lambda w, x: jnp.matmul(x, w, precision="highest").sum()
     assert jaxamp.amp_report(fn, **BF16, amp_policy=FEW_BITS)(W, X).matmul_flops.keys() == {"float32"}
@@ -164,6 +213,19 @@ mlir.register_lowering(call_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[call_p] = lambda primals, tangents, body: jax.jvp(
     functools.partial(_run, body=body), primals, tuple(map(ad.instantiate_zeros, tangents))
 )
+
+
+def _repeat(x, *, body, length):
+    for _ in range(length):
+        (x,) = jec.jaxpr_as_fun(body)(x)
+    return [x]
+
+
+repeat_p = jec.Primitive("repeat_of_the_test")
+repeat_p.multiple_results = True
+repeat_p.def_impl(_repeat)
+repeat_p.def_abstract_eval(lambda aval, body, length: body.out_avals)
+mlir.register_lowering(repeat_p, mlir.lower_fun(_repeat, multiple_results=True))
 
 
 def calling(w, x):
@@ -198,6 +260,20 @@ def test_a_registered_primitive_reaches_find_overflow(registered):
 def test_a_registered_primitive_reaches_compare(registered):
     found = jaxamp.compare(calling, **BF16)(W, X)
     assert sorted(row.name for row in found.operations) == ["dot_general", "exp", "reduce_sum"]
+
+
+def test_a_registered_primitive_that_repeats_its_body_is_one_operation_for_the_tools(monkeypatch):
+    monkeypatch.setattr("jaxamp._plan.higher_order._REGISTERED", {})
+    jaxamp.register_higher_order(repeat_p, "body")
+    body = jax.make_jaxpr(lambda x: (x @ x,))(W)
+    fn = lambda x: jnp.sum(repeat_p.bind(x, body=body, length=3)[0])
+    (matmul,) = jaxamp.amp_report(fn, **BF16, backward=False)(W).matmuls
+    assert (matmul.times, matmul.flops) == (3, 3 * 2 * 8**3)
+    found = jaxamp.compare(fn, **BF16, backward=False)(W)
+    assert [row.name for row in found.operations].count("dot_general") == 0
+    assert found.results[0].error.relative < 0.1
+    overflow = jaxamp.find_overflow(fn, compute_dtype=jnp.float16, backward=False)(10 * W)
+    assert overflow.first.primitive == "repeat_of_the_test"
 
 
 def test_a_primitive_that_is_not_registered_is_one_operation():
