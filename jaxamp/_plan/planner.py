@@ -170,7 +170,9 @@ class Planner:
             return Step(mode, tuple(reads), tuple(values), params, reason, decision.found, touched, operation=operation)
 
         def written() -> Step:
-            return step(original, [Value(s, self.formats.of_aval(v.aval)) for s, v in zip(outs, eqn.outvars)])
+            return step(
+                original, [Value(s, self.formats.of_aval(v.aval)) for s, v in zip(outs, eqn.outvars, strict=True)]
+            )
 
         def low() -> Step:
             reads = [self._lowered(v) for v in eqn.invars]

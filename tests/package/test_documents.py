@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, W
+from plans import plan_of, step
 
 from benchmarks import write_results
 
@@ -24,6 +25,26 @@ def test_the_readme_names_the_commands_that_ci_runs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "pip install -e '.[tests]' && pytest" in readme
     assert "pip install -e '.[examples]' && python examples/train_digits.py" in readme
+
+
+def test_the_pass_of_the_guide_for_contributors_works():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    definition, registration, test = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    namespace = {"W": W, "plan_of": plan_of, "step": step}
+    exec(compile(definition.replace("from ..", "from jaxamp."), "CONTRIBUTING.md", "exec"), namespace)
+    exec(compile(test, "CONTRIBUTING.md", "exec"), namespace)
+    namespace["test_a_product_with_one_is_dropped"]()
+    assert "drop_products_with_one" in registration
+
+
+def test_the_guide_for_contributors_names_files_that_there_are():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:_[a-z]+/|tests/|policies/)[\w/.*]*|_[a-z]+\.py)`", text)) - {
+        "tests/passes/test_products.py"
+    }
+    assert len(named) > 20
+    missing = [name for name in named if not [*ROOT.glob(name), *(ROOT / "jaxamp").glob(name)]]
+    assert missing == []
 
 
 @pytest.mark.slow

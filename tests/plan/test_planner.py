@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from helpers import W
+from helpers import W, raises
 from jax import lax
 from plans import held_in, plan_of, read_in, step
 
@@ -100,3 +100,5 @@ def test_regions_run_where_their_last_part_ran():
     plan = plan_of(lambda x: jnp.exp(jnp.tanh(x @ x)) + 1.0, W)
     assert plan.with_regions([Region((0, 2))]).parts == (1, Region((0, 2)), 3)
     assert plan.with_regions([]) is plan
+    with raises(ValueError, r"regions of the parts \['1'\], which this plan does not have", "expected", "map_steps"):
+        plan.with_regions([Region((1,))]).with_regions([Region((1, 2))])
