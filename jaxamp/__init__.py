@@ -3,14 +3,14 @@
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
-from ._inspect.compare import Comparison as Comparison
 from ._inspect.compare import assert_amp_close as assert_amp_close
 from ._inspect.compare import compare as compare
+from ._inspect.comparison import Comparison as Comparison
 from ._inspect.compiled import compiled_matmuls as compiled_matmuls
 from ._inspect.kept import BytesKept as BytesKept
 from ._inspect.kept import bytes_kept as bytes_kept
-from ._inspect.overflow import OverflowReport as OverflowReport
 from ._inspect.overflow import find_overflow as find_overflow
+from ._inspect.overflow_report import OverflowReport as OverflowReport
 from ._inspect.report import AmpReport as AmpReport
 from ._inspect.report import amp_report as amp_report
 from ._inspect.report import assert_mixed as assert_mixed

@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxamp
 from jaxamp import assert_amp_close, compare
-from jaxamp._inspect.compare import GRADIENTS, error_of
+from jaxamp._inspect.comparison import GRADIENTS, error_of
 from jaxamp._inspect.ranges import range_of
 
 RNG = np.random.default_rng(0)

@@ -1,0 +1,114 @@
+"""What `compare` found: its data, and its text."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._table import WIDTH, Column, table
+from .location import Source
+from .ranges import Range
+
+GRADIENTS = "(gradients)"
+
+
+class Error(NamedTuple):
+    """How far an array is from another one, in float64."""
+
+    relative: float  # the norm of the difference over the norm of the reference
+    cosine: float
+    largest: float  # magnitude in the reference
+
+    @property
+    def snr_db(self) -> float:
+        """Signal-to-noise ratio in decibels."""
+        return float("inf") if self.relative == 0 else -20 * float(np.log10(self.relative))
+
+
+def error_of(x: Any, reference: Any) -> Error:
+    x, reference = (np.asarray(a).astype(np.float64).ravel() for a in (x, reference))
+    finite = np.isfinite(x) & np.isfinite(reference)
+    if not np.array_equal(x[~finite], reference[~finite], equal_nan=True):
+        return Error(float("inf"), float("nan"), float("inf"))
+    x, reference = x[finite], reference[finite]  # what is not finite is the same in both
+    norm, other = float(np.linalg.norm(reference)), float(np.linalg.norm(x))
+    distance = float(np.linalg.norm(x - reference))
+    relative = distance / norm if norm else 0.0 if distance == 0 else float("inf")
+    cosine = float(x @ reference) / (norm * other) if norm and other else float(norm == other)
+    return Error(relative, cosine, float(np.abs(reference).max(initial=0)))
+
+
+class Compared(NamedTuple):
+    """An operation, a result or a gradient, and its error."""
+
+    name: str  # of the primitive, or the path of the leaf
+    scope: str
+    source: Source | None
+    dtype: str  # under amp
+    error: Error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. Each list has the largest error first."""
+
+    name: str
+    compute_dtype: str
+    reference: str  # the dtype of the run that is compared with
+    results: tuple[Compared, ...]
+    gradients: tuple[Compared, ...]
+    operations: tuple[Compared, ...]
+    ranges: dict[str, Range]  # by scope, and of GRADIENTS: which powers of two the values of the reference have
+    notes: tuple[str, ...]
+
+    @property
+    def scopes(self) -> tuple[Compared, ...]:
+        """The operation with the largest error of each scope."""
+        worst: dict[str, Compared] = {}
+        for row in self.operations:
+            worst.setdefault(row.scope, row)
+        return tuple(worst.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole comparison, ready for JSON; infs and NaNs are None."""
+
+        def plain(row: Compared) -> dict[str, Any]:
+            error = row.error._asdict() | {"snr_db": row.error.snr_db}
+            error = {name: x if np.isfinite(x) else None for name, x in error.items()}
+            return row._asdict() | {"error": error, "source": None if row.source is None else row.source._asdict()}
+
+        lists = {name: [plain(r) for r in getattr(self, name)] for name in ("results", "gradients", "operations")}
+        head = {name: getattr(self, name) for name in ("name", "compute_dtype", "reference")}
+        ranges = {scope: {"zeros": r.zeros, "powers": dict(r.powers)} for scope, r in self.ranges.items()}
+        return head | lists | {"ranges": ranges, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} in {self.compute_dtype} against {self.reference}"]
+        parts = {"results": self.results, "gradients": self.gradients, "scopes": self.scopes}
+        for title, rows in parts.items():
+            if rows:
+                cells = [_cells(row, by_scope=title == "scopes") for row in rows[:_SHOWN]]
+                lines += ["", *table([(title, *_TITLES), *cells], _COLUMNS, gap=" ", width=WIDTH)]
+                lines += [f"... and {len(rows) - _SHOWN} more: .{title}"] if len(rows) > _SHOWN else []
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def plot(self, path: Any = None) -> Any:
+        """Draw the ranges of the values by scope, with the limits of low dtypes; save them if there is a path.
+
+        Needs matplotlib. Returns the figure.
+        """
+        from .plots import draw_ranges
+
+        return draw_ranges(self, path)
+
+
+_SHOWN = 15  # rows of each list, when a comparison is printed
+_TITLES = ("relative", "SNR dB", "cosine", " dtype", "source")
+_COLUMNS = (Column(43, cut="left"), Column(10, "right"), Column(7, "right"), Column(9, "right"), Column(9), Column())
+
+
+def _cells(row: Compared, by_scope: bool) -> tuple[str, ...]:
+    name = f"{row.scope or '(no scope)'}: {row.name}" if by_scope else row.name
+    error = row.error
+    numbers = f"{error.relative:.2e}", f"{error.snr_db:.1f}", f"{error.cosine:.6f}"
+    return name, *numbers, f" {row.dtype}", str(row.source or "")

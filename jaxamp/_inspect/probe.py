@@ -1,0 +1,171 @@
+"""Looks at each result of a run: did the operation make infs or NaNs, flush small numbers, or read clamped ones?"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._compat import Primitive
+from .._formats import is_float
+from .._jaxpr import bind
+from .._plan.higher_order import higher_order
+from .._traits import shown_name, traits_of
+from .location import Place
+from .overflow_report import Event
+from .program import Program
+
+
+class Probe:
+    """Looks at each result of a run."""
+
+    def __init__(self, program: Program, underflow: float):
+        self._ledger, self._low = program.ledger, program.compute_dtype
+        self._underflow = underflow
+        self._found: dict[tuple[Any, ...], tuple[Event, dict[tuple[int, ...], None]]] = {}
+
+    def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        reader = self._reader_of_clamped(eqn, place)
+        if reader is not None and (beyond := int(_finite_beyond(ins[1], ins[2]))):
+            self._add("clamped", reader, place, ins[1:2], outs[0].size, self._low, beyond)
+        for k, out in enumerate(outs):
+            if is_float(out) and out.size:
+                if not bool(all_finite(out)):
+                    for kind, entries in zip(("invalid", "overflow"), _made(eqn, k, ins, out), strict=True):
+                        if entries:
+                            self._add(kind, eqn.primitive, place, ins, out.size, out.dtype, entries)
+                elif out.dtype.itemsize <= 2:
+                    lost = _flushed(eqn, k, ins, out)
+                    # Forwards, small probabilities and gates are zero in any network.
+                    share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
+                    if lost > share * out.size:
+                        self._add("underflow", eqn.primitive, place, ins, out.size, out.dtype, lost)
+
+    def _reader_of_clamped(self, eqn: Any, place: Place) -> Primitive | None:
+        """The primitive that reads the result of a clamp of ours (`_formats.saturate`); None for other equations."""
+        if eqn.primitive is not lax.clamp_p or place.mark is None:
+            return None
+        reader = self._ledger.records[place.mark].eqn.primitive
+        ours = reader is not eqn.primitive and getattr(eqn.invars[2], "val", None) == jnp.finfo(self._low).max
+        return reader if ours else None
+
+    def _add(
+        self,
+        kind: str,
+        primitive: Primitive,
+        place: Place,
+        ins: Sequence[Any],
+        size: int,
+        dtype: np.dtype,
+        entries: int,
+    ) -> None:
+        key = kind, place.phase, place.mark, primitive.name, place.source
+        if key in self._found:
+            self._found[key][1][place.rounds] = None
+            return
+        info = jnp.finfo(dtype)
+        limit = float(info.smallest_normal if kind == "underflow" else info.max)
+        largest = max((float(_largest(x)) for x in ins if is_float(x) and np.size(x)), default=0.0)
+        name, share = shown_name(primitive), entries / size
+        where = place.phase, place.scope, name, place.source, place.rounds
+        event = Event(kind, *where, str(dtype), largest, limit, share, None, self._made_for(place, name))
+        self._found[key] = event, {place.rounds: None}
+
+    def _made_for(self, place: Place, name: str) -> str:
+        origin = None if place.mark is None else self._ledger.records[place.mark].eqn
+        if origin is None or higher_order(origin.primitive) is not None or shown_name(origin.primitive) == name:
+            return ""
+        return shown_name(origin.primitive)
+
+    @property
+    def events(self) -> list[Event]:
+        return [event._replace(again=tuple(rounds)[1:]) for event, rounds in self._found.values()]
+
+
+@jax.jit
+def all_finite(x: Any) -> jax.Array:
+    return jnp.isfinite(x).all()
+
+
+@jax.jit
+def _finite_beyond(x: Any, largest: Any) -> jax.Array:
+    return (jnp.isfinite(x) & (jnp.abs(x) > largest)).sum()
+
+
+def _made(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> tuple[int, int]:
+    """How many entries of a result are NaN without a NaN among their operands, and how many are inf without an inf."""
+    traits, floats = traits_of(eqn.primitive), [x for x in ins if is_float(x)]
+    nans, infs = jnp.isnan(out), jnp.isinf(out)
+    if traits.moves and not traits.fixed_dtype:
+        return 0, 0
+    if all(bool(all_finite(x)) for x in floats):
+        return int(nans.sum()), int(infs.sum())
+    if traits.elementwise:
+        of_nan, of_infinite = (functools.reduce(jnp.logical_or, map(f, floats)) for f in (jnp.isnan, _is_not_finite))
+        return int((nans & ~of_nan).sum()), int((infs & ~of_infinite).sum())
+    if traits.matmul or traits.reduces or traits.keeps_range:  # what remains without bad operands is made here
+        neutral = float(eqn.primitive is lax.reduce_prod_p)
+        without_nan = _again(eqn, k, [_replaced(x, jnp.isnan, 1) for x in ins])
+        finite = _again(eqn, k, [_replaced(x, _is_not_finite, neutral) for x in ins])
+        if without_nan is not None and finite is not None:
+            overflows = jnp.isinf(finite) & (nans | (out == finite))
+            return int((nans & jnp.isnan(without_nan) & ~overflows).sum()), int(overflows.sum())
+    # We don't know which operand entries an entry depends on.
+    wide = _in_float32(eqn, k, ins) if out.dtype.itemsize <= 2 else None
+    overflows = infs & (False if wide is None else jnp.isfinite(wide))
+    return 0 if any(bool(jnp.isnan(x).any()) for x in floats) else int(nans.sum()), int(overflows.sum())
+
+
+def _is_not_finite(x: Any) -> jax.Array:
+    return ~jnp.isfinite(x)
+
+
+def _replaced(x: Any, bad: Callable[[Any], jax.Array], value: float) -> Any:
+    return jnp.where(bad(x), jnp.asarray(value, x.dtype), x) if is_float(x) else x
+
+
+def _again(eqn: Any, k: int, ins: Sequence[Any], **changed: Any) -> Any:
+    """The result of the same operation on other operands; None if it refuses them, or has side effects."""
+    if eqn.effects:
+        return None
+    try:
+        return bind(eqn, ins, **changed)[k]
+    except Exception:
+        return None
+
+
+@jax.jit
+def _largest(x: Any) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
+
+
+@jax.jit
+def _zeros_of_more(low: Any, wide: Any) -> jax.Array:
+    return ((low == 0) & (wide != 0)).sum()
+
+
+def _flushed(eqn: Any, k: int, ins: Sequence[Any], out: Any) -> int:
+    """How many entries of a low result are zero that are not zero in float32."""
+    if not bool((out == 0).any()):
+        return 0
+    if eqn.primitive is lax.convert_element_type_p:
+        return int(_zeros_of_more(out, ins[0])) if is_float(ins[0]) else 0
+    wide = _in_float32(eqn, k, ins)
+    return 0 if wide is None else int(_zeros_of_more(out, wide))
+
+
+def _in_float32(eqn: Any, k: int, ins: Sequence[Any]) -> Any:
+    """The result of the same operation in float32; None if the primitive has no such form."""
+    wide = [x.astype(jnp.float32) if is_float(x) else x for x in ins]
+    changed = {name: np.dtype(np.float32) for name in _DTYPES if _is_low(eqn.params.get(name))}
+    return _again(eqn, k, wide, **changed)
+
+
+_DTYPES = ("preferred_element_type", "compute_dtype", "dtype", "out_dtype")
+
+
+def _is_low(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize <= 2
