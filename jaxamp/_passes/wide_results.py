@@ -1,6 +1,7 @@
 """Let matmuls whose results are only returned give them in the dtype that the user's function returns.
 
-Rounding a result that is widened again right away saves nothing: the accumulator holds it in float32.
+Rounding a result that is widened again right away saves nothing: the accumulator holds it in float32. A matmul with
+another body is left alone: the transpose of a plain matmul with a float32 result is a float32 matmul.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from .._plan.plan import Plan, Reader, Step, only_returned
 from .._plan.reasons import Reason, Why
 from .._plan.sensitivity import Value
 from .._plan.user_rules import results_of_rule
+from .._policy.rules import Replacement
 from .._primitives.matmul import has_mixed
 
 
@@ -24,7 +26,7 @@ def widen_results(plan: Plan) -> Plan:
     for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)):
         if not through.issuperset(eqn.outvars) or not eqn.outvars:
             continue
-        if step.mode is Mode.LOW and has_mixed(eqn.primitive):
+        if step.mode is Mode.LOW and has_mixed(eqn.primitive) and not isinstance(step.found.rule, Replacement):
             changed[i] = _widened(step, plan.setting.formats.of_aval(eqn.outvars[0].aval))
         elif any(not isinstance(v, Literal) and v in wider for v in eqn.invars):
             changed[i] = _following(plan, i, wider, readers)

@@ -106,6 +106,17 @@ class Classifier:
         format_ = self.formats.of(dtype)
         return format_ is not None and format_.low
 
+    def _is_ours(self, atom: Any, found: Found) -> bool:
+        """Whether a rule may change how a float is rounded. A replacement also takes operands that are low already."""
+        if self.formats.may_lower(atom):
+            return True
+        dtype = float_dtype(atom.aval)
+        return isinstance(found.rule, Replacement) and dtype is not None and self._is_low(dtype)
+
+    def _is_kept_low(self, preferred: Any, dtypes: Sequence[np.dtype | None]) -> bool:
+        """Whether a matmul of low operands asks for a low result."""
+        return self._is_low(np.dtype(preferred)) and all(d is None or self._is_low(d) for d in dtypes)
+
     def of_constants(self, jaxpr: Jaxpr) -> dict[Var, Sensitivity]:
         pairs = zip(open_jaxpr(jaxpr).constvars, consts_of(jaxpr), strict=True)
         return {var: self.of_constant(const) for var, const in pairs}
@@ -192,7 +203,7 @@ class Classifier:
             return Mode.AS_WRITTEN, Reason(Why.NOT_ENTERED, name) if reads_floats else by_policy(found), kept
         if traits.moves and together is FREE and all(isinstance(v, Literal) for v in eqn.invars):
             return Mode.CONSTANT, Reason(Why.CONSTANT), FREE
-        mine = [self.formats.may_lower(v) for v in eqn.invars if float_dtype(v.aval) is not None]
+        mine = [self._is_ours(v, found) for v in eqn.invars if float_dtype(v.aval) is not None]
         if not any(mine):
             widens = any(map(self.formats.may_lower, eqn.outvars))  # asked for by `preferred_element_type`
             return Mode.AS_WRITTEN, Reason(Why.NOTHING_TO_LOWER), kept if floats and widens else together
@@ -246,7 +257,7 @@ class Classifier:
         multiplied, _ = takes_part(eqn.params)
         operands = [v for v, is_multiplied in zip(eqn.invars, multiplied, strict=True) if is_multiplied]
         ins = [s for s, is_multiplied in zip(ins, multiplied, strict=True) if is_multiplied]
-        if not any(map(self.formats.may_lower, operands)):
+        if not any(self._is_ours(v, found) for v in operands):
             return Mode.AS_WRITTEN, Reason(Why.NOTHING_TO_LOWER), combine(ins)
         refusal = self._refuses(eqn, operands, ins)
         if refusal is not None:
@@ -263,7 +274,7 @@ class Classifier:
         if not all(ours) or ("preferred_element_type" in params and any(d is None for d in dtypes[:2])):
             return Reason(Why.MIXED_DTYPES)
         preferred = params.get("preferred_element_type")
-        if preferred is not None and not may_lower(np.dtype(preferred), low):
+        if preferred is not None and not (may_lower(np.dtype(preferred), low) or self._is_kept_low(preferred, dtypes)):
             return Reason(Why.OTHER_RESULT_DTYPE)
         worst = max((s for s, v in zip(ins, invars, strict=True) if isinstance(v, Literal)), default=FREE)
         if worst is not FREE:

@@ -131,7 +131,7 @@ def test_a_replacement_that_is_no_function_is_refused():
 @pytest.mark.parametrize(
     ("made", "given"),
     [
-        (lambda x: x[:2], r"float32\[2,4\]"),
+        (lambda x: x[:2], r"float16\[2,4\]"),
         (lambda x: None, "NoneType"),
         (lambda x: (x, x), "tuple"),
         (lambda x: x.astype(jnp.int32), r"int32\[4,4\]"),

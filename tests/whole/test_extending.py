@@ -191,6 +191,24 @@ def test_matmuls_of_a_replacements_derivative_are_reported_as_they_are():
     assert 0 < report.low_share < 1
 
 
+@pytest.mark.parametrize(("compute_dtype", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_a_replacement_takes_operands_that_are_in_the_compute_dtype_already(compute_dtype, dtype):
+    w, x = W.astype(dtype), X.astype(dtype)
+    options = {"compute_dtype": compute_dtype, "amp_policy": FEW_BITS}
+    report = jaxamp.amp_report(loss, **options, backward=False)(w, x)
+    assert report.matmul_flops.keys() == {"e8m3"}
+    found = jaxamp.amp(lambda w, x: x @ w, **options)(w, x)
+    low = [lax.reduce_precision(a, 8, 3).astype(jnp.float32) for a in (w, x)]
+    expected = in_float64(lambda w, x: x @ w, *low)
+    assert found.dtype == dtype
+    assert error(found, expected) < 2**-8
+
+
+def test_the_backward_pass_of_a_replacement_that_is_returned_is_low():
+    report = jaxamp.amp_report(lambda w, x: x @ w, **BF16, amp_policy=FEW_BITS)(W, X)
+    assert report.matmul_flops.keys() == {"e8m3", "bfloat16"}
+
+
 def test_a_replacement_leaves_alone_what_the_compute_rule_leaves_alone():
     fn = lambda w, x: jnp.matmul(x, w, precision="highest").sum()
     assert jaxamp.amp_report(fn, **BF16, amp_policy=FEW_BITS)(W, X).matmul_flops.keys() == {"float32"}
