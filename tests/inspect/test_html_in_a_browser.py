@@ -183,7 +183,7 @@ def test_names_are_shown_as_they_are(visit):
 def test_a_report_of_nothing_has_a_page(visit):
     page = visit(report_of())
     assert shown(page) == 0
-    assert page.locator("#map").text_content() == "No operation counts FLOPs here."
+    assert page.locator("#map").text_content() == "No operation here has FLOPs."
 
 
 @pytest.mark.parametrize("count", [5_000, 20_000])
