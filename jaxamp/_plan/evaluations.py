@@ -36,9 +36,11 @@ def evaluate_supposed_call(param: str) -> Evaluate:
     """The body as if it were called once, if that gives the results of the primitive: it may do more with its body."""
 
     def evaluate(run: RunBody, eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-        once, expected = jec.jaxpr_as_fun(eqn.params[param]), bind(eqn, operands)
+        if eqn.effects:  # they must happen once
+            return None
+        expected = bind(eqn, operands)
         try:
-            found = once(*operands)
+            found = jec.jaxpr_as_fun(eqn.params[param])(*operands)
         except Exception:  # a body that is mapped over the operands, or takes others
             return None
         return run(eqn.params[param], operands) if all(map(_is_same, found, expected)) else None
