@@ -6,13 +6,13 @@ This serves the tools that look at each operation: loops are unrolled in Python,
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, scan_counts
 from .._jaxpr import bind
+from .._jaxpr import evaluate as run_jaxpr
 
 
 class RunBody(Protocol):
@@ -40,7 +40,7 @@ def evaluate_supposed_call(param: str) -> Evaluate:
             return None
         expected = bind(eqn, operands)
         try:
-            found = jec.jaxpr_as_fun(eqn.params[param])(*operands)
+            found = run_jaxpr(eqn.params[param], operands)
         except Exception:  # a body that is mapped over the operands, or takes others
             return None
         return run(eqn.params[param], operands) if all(map(_is_same, found, expected)) else None
