@@ -29,11 +29,12 @@ def recompute(plan: Plan) -> Plan:
     if not sized:
         return plan
     values: dict[Var, Value] = dict(zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True))
-    for i in range(len(plan.steps)):
-        values.update(plan.values_of(i))
+    constants: set[Var] = set()
+    for eqn, step in zip(plan.eqns, plan.steps, strict=True):
+        values.update(zip(eqn.outvars, step.outs, strict=True))
+        if step.mode is Mode.CONSTANT:
+            constants.update(eqn.outvars)
     readers = plan.readers()
-    steps = zip(plan.eqns, plan.steps, strict=True)
-    constants = {v for eqn, step in steps if step.mode is Mode.CONSTANT for v in eqn.outvars}
     regions = [(_region(plan, run, readers, constants), size) for run, size in sized]
     return plan.with_regions([region for region, size in regions if _pays(region, size, values)])
 
@@ -73,8 +74,9 @@ class Recomputed(NamedTuple):
 def _runs(plan: Plan) -> Iterator[list[int]]:
     """Neighbouring steps that are all cheap. A region of another pass ends a run."""
     run: list[int] = []
+    eqns, steps = plan.eqns, plan.steps
     for part in plan.parts:
-        if isinstance(part, int) and _is_cheap(plan.eqns[part], plan.steps[part]):
+        if isinstance(part, int) and _is_cheap(eqns[part], steps[part]):
             run.append(part)
         elif run:
             yield run
@@ -102,7 +104,8 @@ def _is_elementwise(traits: Traits) -> bool:
 
 
 def _region(plan: Plan, steps: list[int], readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Recomputed:
-    eqns, inside = [plan.eqns[i] for i in steps], set(steps)
+    all_eqns, inside = plan.eqns, set(steps)
+    eqns = [all_eqns[i] for i in steps]
     made = {v: None for eqn in eqns for v in eqn.outvars if v not in constants}
     read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
     outside = {v: {r.format for r in readers.get(v, ()) if r.place not in inside} for v in made}
@@ -123,7 +126,8 @@ def _pays(region: Recomputed, size: int, values: dict[Var, Value]) -> bool:
 
 
 def _largest_in_float32(plan: Plan, steps: list[int]) -> int:
-    return max(_size_in_float32(plan.eqns[i], plan.steps[i]) for i in steps)
+    eqns = plan.eqns
+    return max(_size_in_float32(eqns[i], plan.steps[i]) for i in steps)
 
 
 def _size_in_float32(eqn: Any, step: Step) -> int:

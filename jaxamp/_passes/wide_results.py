@@ -19,8 +19,9 @@ from .._primitives.matmul import has_mixed
 
 def widen_results(plan: Plan) -> Plan:
     """Widen the results of low matmuls that are returned, as they are or rearranged, and read by nothing else."""
-    through = only_returned(open_jaxpr(plan.jaxpr), plan.returned) if any(plan.returned) else set()
-    readers = plan.readers() if through else {}
+    if not any(plan.returned) or not any(step.mode is Mode.LOW for step in plan.steps):
+        return plan
+    through, readers = only_returned(open_jaxpr(plan.jaxpr), plan.returned), dict[Var, list[Reader]]()
     wider: dict[Var, Value] = {}
     changed: dict[int, Step] = {}
     for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)):
@@ -29,6 +30,7 @@ def widen_results(plan: Plan) -> Plan:
         if step.mode is Mode.LOW and has_mixed(eqn.primitive) and not isinstance(step.found.rule, Replacement):
             changed[i] = _widened(step, plan.setting.formats.of_aval(eqn.outvars[0].aval))
         elif any(not isinstance(v, Literal) and v in wider for v in eqn.invars):
+            readers = readers or plan.readers()
             changed[i] = _following(plan, i, wider, readers)
         if i in changed and changed[i].outs != step.outs:
             wider.update(zip(eqn.outvars, changed[i].outs, strict=True))

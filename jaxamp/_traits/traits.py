@@ -71,11 +71,12 @@ class Traits:
 NONE = Traits()
 OF_JAX: dict[str, Traits] = {}  # by name: JAX exports only some of its primitives. `jax_table.py` fills it.
 _DECLARED: dict[Primitive, Traits] = {}
+_FOUND: dict[Primitive, Traits] = {}  # what `traits_of` has said
 
 
 def declare(primitive: Primitive, traits: Traits) -> None:
     """Say what is true of a primitive that is not JAX's, next to its definition."""
-    _DECLARED[primitive] = traits.with_implied()
+    _DECLARED[primitive] = _FOUND[primitive] = traits.with_implied()
 
 
 def declared(name: str) -> Primitive | None:
@@ -85,8 +86,10 @@ def declared(name: str) -> Primitive | None:
 
 def traits_of(primitive: Primitive) -> Traits:
     """What is known of a primitive; an unknown one has no traits."""
-    found = _DECLARED.get(primitive)
-    return OF_JAX.get(primitive.name, NONE) if found is None else found
+    found = _FOUND.get(primitive)
+    if found is None:
+        found = _FOUND[primitive] = OF_JAX.get(primitive.name, NONE)
+    return found
 
 
 def shown_name(primitive: Primitive) -> str:
