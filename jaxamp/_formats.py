@@ -38,6 +38,11 @@ class Formats:
     def compute_dtype(self) -> np.dtype:
         return self.low.dtype
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the compute dtype's range is far smaller than float32's."""
+        return bool(jnp.finfo(self.low.dtype).maxexp < 64)
+
     def of(self, dtype: np.dtype | None) -> Format | None:
         """The format of an array of floats of this dtype; None for None."""
         if dtype is None:
@@ -71,13 +76,16 @@ def float_dtype(aval: Any) -> np.dtype | None:
     return aval.dtype if isinstance(aval, jax.core.ShapedArray) and is_float_dtype(aval.dtype) else None
 
 
+def is_integer(aval: Any) -> bool:
+    """Integers and bools, which a matmul with floats takes as floats."""
+    return isinstance(aval, jax.core.ShapedArray) and (
+        aval.dtype == np.bool_ or bool(jnp.issubdtype(aval.dtype, jnp.integer))
+    )
+
+
 def is_wide_integer(aval: Any) -> bool:
     """Integers that can count further than a low float can: not bools, not 8 bits."""
-    return (
-        isinstance(aval, jax.core.ShapedArray)
-        and bool(jnp.issubdtype(aval.dtype, jnp.integer))
-        and aval.dtype.itemsize > 1
-    )
+    return is_integer(aval) and aval.dtype.itemsize > 1
 
 
 def may_lower(dtype: np.dtype | None, compute_dtype: np.dtype) -> bool:

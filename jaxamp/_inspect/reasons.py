@@ -49,6 +49,8 @@ def text_of(reason: Reason) -> str:
             return "literal {:g} underflows in {}".format(*reason.detail)
         case Why.LITERAL_OVERFLOWS:
             return "literal {:g} is beyond {}".format(*reason.detail)
+        case Why.READ_BY_SOLVE:
+            return text_of(reason.detail) + "; a decomposition or a solve reads it"
         case Why.INSIDE:
             name, around = reason.detail
             return f"inside of {name}: {text_of(around)}"

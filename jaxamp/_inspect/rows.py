@@ -59,8 +59,8 @@ class Row(NamedTuple):
 
     @property
     def multiplied(self) -> str:
-        """The number format that a matmul multiplies in: if no rule says so, the widest dtype of its operands."""
-        return self.format or max(self.run.operands[:2], key=lambda name: jnp.dtype(name).itemsize)
+        """The number format that a matmul multiplies in: if no rule says so, the widest of its operands' float dtypes."""
+        return self.format or max(self.run.operands[:2], key=lambda name: ("float" in name, jnp.dtype(name).itemsize))
 
 
 def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:

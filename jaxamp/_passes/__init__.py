@@ -13,12 +13,10 @@ from .masks import spread_masks
 from .recompute import recompute
 from .softmax import low_softmaxes
 from .transposes import fold_transposes
-from .wide_results import widen_results
 
 JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
-    widen_results,
     fold_transposes,
     order_results,
     low_softmaxes,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes
-from .._formats import Formats, float_dtype, is_float_dtype, is_wide_integer, may_lower
+from .._formats import Formats, float_dtype, is_float_dtype, is_integer, is_wide_integer, may_lower
 from .._jaxpr import Memo
 from .._policy.load import load_policy
 from .._policy.lookup import Found, Lookup
@@ -27,10 +27,11 @@ from .._policy.rules import (
     use_original_precision,
     use_widest_precision,
 )
-from .._primitives.matmul import is_mixed
+from .._primitives.matmul import has_mixed, is_mixed
 from .._traits import traits_of
-from .bodies import Entry
+from .bodies import Body, Entry
 from .higher_order import describe
+from .magnified import Magnified
 from .reasons import Reason, Why, by_policy
 from .sensitivity import (
     FREE,
@@ -73,6 +74,7 @@ class Decision(NamedTuple):
     found: Found
     entry: Entry | None = None
     bodies: tuple[tuple[Sensitivity, ...], ...] = ()  # of the operands of each body of `entry`
+    magnified: tuple[bool, ...] = ()  # which results a decomposition or a solve reads; empty: none
 
 
 class Classifier:
@@ -83,6 +85,7 @@ class Classifier:
         self.formats = formats
         self._decisions = Memo()
         self._constants = Memo()
+        self._magnified = Magnified()
 
     # -- values
 
@@ -124,14 +127,18 @@ class Classifier:
     # -- decisions
 
     def read(
-        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], path: Path
+        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], path: Path, magnified: tuple[bool, ...] = ()
     ) -> tuple[list[Decision], tuple[Sensitivity, ...]]:
-        """A decision on each equation, and the sensitivities of the results, for operands of sensitivities `ins`."""
-        return self._decisions.get(jaxpr, (ins, path), lambda: self._read(jaxpr, ins, path))
+        """A decision on each equation, and the sensitivities of the results, for operands of sensitivities `ins`.
+
+        `magnified`: which results a decomposition or a solve reads; empty: none.
+        """
+        return self._decisions.get(jaxpr, (ins, path, magnified), lambda: self._read(jaxpr, ins, path, magnified))
 
     def _read(
-        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], path: Path
+        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], path: Path, magnified: tuple[bool, ...]
     ) -> tuple[list[Decision], tuple[Sensitivity, ...]]:
+        solved = self._magnified.within(jaxpr, magnified)
         env: dict[Var, Sensitivity] = self.of_constants(jaxpr)
         env.update(zip(open_jaxpr(jaxpr).invars, ins, strict=True))
 
@@ -140,17 +147,21 @@ class Classifier:
 
         decisions = []
         for eqn in open_jaxpr(jaxpr).eqns:
-            decision = self._decide(eqn, [read(v) for v in eqn.invars], path + scopes(eqn.source_info.name_stack))
+            inner = path + scopes(eqn.source_info.name_stack)
+            decision = self._decide(eqn, [read(v) for v in eqn.invars], inner, solved)
             env.update(zip(eqn.outvars, decision.outs, strict=True))
             decisions.append(decision)
         return decisions, tuple(read(v) for v in open_jaxpr(jaxpr).outvars)
 
-    def _decide(self, eqn: Any, ins: list[Sensitivity], path: Path) -> Decision:
+    def _decide(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
         found = self.lookup(path, eqn.primitive)
         entry = describe(eqn)
         if entry is not None and not _keeps_out(found):
-            return self._enter(eqn, entry, ins, path, found)
+            return self._enter(eqn, entry, ins, path, found, self._magnified.results(eqn, entry, solved))
         mode, reason, sensitivity = self._decide_plain(eqn, ins, found)
+        magnified: tuple[bool, ...] = ()
+        if mode is Mode.LOW and has_mixed(eqn.primitive) and solved.issuperset(eqn.outvars):
+            reason, sensitivity, magnified = Reason(Why.READ_BY_SOLVE, reason), PROTECTED, (True,)
         if mode is Mode.EACH:
             return Decision(mode, reason, tuple(ins), found)
         floats = [sensitivity] * len(eqn.outvars)
@@ -165,7 +176,7 @@ class Classifier:
             s if float_dtype(v.aval) is not None else integers if is_wide_integer(v.aval) else FREE
             for s, v in zip(floats, eqn.outvars, strict=True)
         )
-        return Decision(mode, reason, outs, found)
+        return Decision(mode, reason, outs, found, magnified=magnified)
 
     def _decide_plain(self, eqn: Any, ins: list[Sensitivity], found: Found) -> tuple[Mode, Reason, Sensitivity]:
         """How an equation without bodies runs, why, and the sensitivity of its float results.
@@ -271,7 +282,7 @@ class Classifier:
         params, low = eqn.params, self.formats.compute_dtype
         dtypes = [float_dtype(v.aval) for v in invars]
         ours = [d is None or self._is_low(d) or may_lower(d, low) for d in dtypes]
-        if not all(ours) or ("preferred_element_type" in params and any(d is None for d in dtypes[:2])):
+        if not all(ours) or not all(d is not None or is_integer(v.aval) for d, v in zip(dtypes[:2], invars)):
             return Reason(Why.MIXED_DTYPES)
         preferred = params.get("preferred_element_type")
         if preferred is not None and not (may_lower(np.dtype(preferred), low) or self._is_kept_low(preferred, dtypes)):
@@ -279,7 +290,7 @@ class Classifier:
         worst = max((s for s, v in zip(ins, invars, strict=True) if isinstance(v, Literal)), default=FREE)
         if worst is not FREE:
             return self._why_not_low(invars, ins, worst)
-        if any(s is POSITION for s, d in zip(ins, dtypes, strict=True) if d is not None):
+        if any(s is POSITION for i, (s, d) in enumerate(zip(ins, dtypes, strict=True)) if d is not None or i < 2):
             return Reason(Why.FROM_POSITIONS)
         if _asks_for_precision(params.get("precision")):
             return Reason(Why.ASKS_FOR_PRECISION)
@@ -289,7 +300,15 @@ class Classifier:
 
     # -- higher-order equations
 
-    def _enter(self, eqn: Any, entry: Entry, ins: list[Sensitivity], path: Path, found: Found) -> Decision:
+    def _enter(
+        self,
+        eqn: Any,
+        entry: Entry,
+        ins: list[Sensitivity],
+        path: Path,
+        found: Found,
+        magnified: tuple[bool, ...],
+    ) -> Decision:
         """Read the bodies. A carry is protected; where the policy lets it follow, it is low if a round makes it low."""
         low_carries = _is_by_primitive(found) and found.rule is use_inferred_precision
         into = list(ins)
@@ -301,7 +320,8 @@ class Classifier:
         while True:
             results: list[list[Sensitivity]] = [[] for _ in eqn.outvars]
             for body in entry.bodies:
-                _, outs = self.read(body.jaxpr, tuple(into[i] for i in body.operands), path)
+                sensitivities = tuple(into[i] for i in body.operands)
+                _, outs = self.read(body.jaxpr, sensitivities, path, results_of(body, magnified))
                 for result, sensitivity in zip(body.results, outs, strict=bool(body.results)):
                     results[result].append(sensitivity)
             settled = True
@@ -317,7 +337,14 @@ class Classifier:
         outs = tuple(map(combine, results))
         bodies = tuple(tuple(into[i] for i in body.operands) for body in entry.bodies)
         pinned = isinstance(found.key, str) and found.rule is use_original_precision
-        return Decision(Mode.ENTER, by_policy(found) if pinned else Reason(Why.ENTERED), outs, found, entry, bodies)
+        reason = by_policy(found) if pinned else Reason(Why.ENTERED)
+        return Decision(Mode.ENTER, reason, outs, found, entry, bodies, magnified)
+
+
+def results_of(body: Body, magnified: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which results of a body a decomposition or a solve reads; empty: none."""
+    inside = tuple(magnified[r] for r in body.results)
+    return inside if any(inside) else ()
 
 
 _SMALL = 2**20  # entries of a constant array that are looked at while tracing

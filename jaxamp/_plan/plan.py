@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     setting: Setting
     parts: tuple[Part, ...]  # what is run, in order
     returned: tuple[bool, ...] = ()  # which results are results of the user's function; empty: none
+    magnified: tuple[bool, ...] = ()  # which results a decomposition or a solve reads; empty: none
 
     @property
     def eqns(self) -> Sequence[Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from .._formats import Format, float_dtype
@@ -21,8 +22,9 @@ from .._jaxpr import Memo
 from .._policy.rules import Replacement, lowered_params, use_original_precision
 from .._primitives.matmul import has_mixed, mixed
 from .._traits import traits_of
+from .._traits.matmul_cost import size_of
 from .bodies import Entry
-from .classify import Classifier, Decision, Mode, Path
+from .classify import Classifier, Decision, Mode, Path, results_of
 from .plan import Operation, Plan, Setting, Step, only_returned
 from .reasons import Reason, Why
 from .sensitivity import FREE, LOW, Sensitivity, Value, sensitivity_of_constant
@@ -73,6 +75,8 @@ class Planner:
                 return [True] * len(eqn.invars)
             case Mode.LOW | Mode.RULE:
                 return [False] * len(eqn.invars)
+            case Mode.FOLLOW if self._scales_down(eqn):
+                return [True] * len(eqn.invars)
             case Mode.FOLLOW | Mode.WIDEST | Mode.ALIAS:  # they want what their results are wanted as
                 floats = [r for r, v in zip(results, eqn.outvars, strict=True) if float_dtype(v.aval) is not None]
                 narrows = decision.mode is Mode.ALIAS and not self.formats.may_lower(eqn.outvars[0])
@@ -90,7 +94,8 @@ class Planner:
         wide = [True] * len(eqn.invars)
         results = _wanted_results(decision.entry, decision.outs, results)
         for body, ins in zip(decision.entry.bodies, decision.bodies, strict=True):
-            wants = self._wants_of_body(body.jaxpr, ins, [results[r] for r in body.results], inner)
+            magnified = results_of(body, decision.magnified)
+            wants = self._wants_of_body(body.jaxpr, ins, [results[r] for r in body.results], inner, magnified)
             for operand, var in zip(body.operands, open_jaxpr(body.jaxpr).invars, strict=True):
                 wide[operand] &= wants.get(var, True)
         for operand, result in decision.entry.carries:
@@ -98,11 +103,17 @@ class Planner:
         return wide
 
     def _wants_of_body(
-        self, jaxpr: Jaxpr, ins: tuple[Sensitivity, ...], outs: Sequence[bool], path: Path
+        self,
+        jaxpr: Jaxpr,
+        ins: tuple[Sensitivity, ...],
+        outs: Sequence[bool],
+        path: Path,
+        magnified: tuple[bool, ...],
     ) -> dict[Var, bool]:
-        decisions, _ = self.classifier.read(jaxpr, ins, path)
+        decisions, _ = self.classifier.read(jaxpr, ins, path, magnified)
         wanted = tuple(outs) or (True,) * len(open_jaxpr(jaxpr).outvars)
-        return self._wanted.get(jaxpr, (ins, wanted, path), lambda: self._wants(jaxpr, decisions, wanted, path))
+        key = (ins, wanted, path, magnified)
+        return self._wanted.get(jaxpr, key, lambda: self._wants(jaxpr, decisions, wanted, path))
 
     # -- 2. forwards: the plan
 
@@ -113,12 +124,14 @@ class Planner:
         outs_wanted: Sequence[bool],
         path: Path,
         returned: Sequence[bool] = (),
+        magnified: tuple[bool, ...] = (),
     ) -> Plan:
         """Plan `jaxpr` for operands `ins`.
 
-        `outs_wanted`: which results only float32 operations read; `returned`: which are results of the function.
+        `outs_wanted`: which results only float32 operations read; `returned`: which are results of the function;
+        `magnified`: which a decomposition or a solve reads.
         """
-        key = (tuple(ins), tuple(outs_wanted), path, tuple(returned))
+        key = (tuple(ins), tuple(outs_wanted), path, tuple(returned), magnified)
         return self._plans.get(jaxpr, key, lambda: self._plan(jaxpr, *key))
 
     def _plan(
@@ -128,8 +141,9 @@ class Planner:
         outs_wanted: Sequence[bool],
         path: Path,
         returned: tuple[bool, ...],
+        magnified: tuple[bool, ...],
     ) -> Plan:
-        decisions, _ = self.classifier.read(jaxpr, tuple(v.sensitivity for v in ins), path)
+        decisions, _ = self.classifier.read(jaxpr, tuple(v.sensitivity for v in ins), path, magnified)
         wants = self._wants(jaxpr, decisions, outs_wanted, path)
         body = open_jaxpr(jaxpr)
         env = {var: Value(s, self.formats.of_aval(var.aval)) for var, s in self.classifier.of_constants(jaxpr).items()}
@@ -139,9 +153,13 @@ class Planner:
             return Value(FREE, self.formats.of_aval(atom.aval)) if isinstance(atom, Literal) else env[atom]
 
         steps, through = [], only_returned(body, returned) if any(returned) else set()
+        scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)}
         for eqn, decision in zip(body.eqns, decisions, strict=True):
             wanted = [wants.get(v, True) for v in eqn.outvars]
             results = [v in through for v in eqn.outvars]
+            if decision.mode is Mode.LOW:
+                cheap = wanted[0] and _is_cheap_when_wide(eqn, is_scaled=eqn.outvars[0] in scaled)
+                wanted = [cheap or results[0]] * len(wanted)
             step = self._step(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
@@ -150,7 +168,7 @@ class Planner:
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
         )
         outs, parts = tuple(read(v) for v in body.outvars), tuple(range(len(steps)))
-        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, returned)
+        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, returned, magnified)
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
 
     def _step(
@@ -188,13 +206,15 @@ class Planner:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
                 return written()
             case Mode.LOW:
-                return self._low_step(eqn, decision, ins, low())
+                return self._low_step(eqn, decision, ins, low(), wanted[0])
             case Mode.FOLLOW:
                 wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
                 held_wide = any(v.sensitivity is LOW and not v.is_low for v in ins)
                 if wide and (held_wide or not traits_of(eqn.primitive).moves):
                     reason = Reason(Why.READ_ONLY_BY)
                     return written()
+                if held_wide and self._scales_down(eqn):
+                    return step(original, low().outs)
                 return low()
             case Mode.WIDEST:
                 representable = all(
@@ -224,8 +244,18 @@ class Planner:
     def _lowered(self, atom: Any) -> Format | None:
         return self.formats.low if self.formats.may_lower(atom) else self.formats.of_aval(atom.aval)
 
-    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step) -> Step:
-        """A step that runs low. `step` reads all floats low, and has all float results low."""
+    def _scales_down(self, eqn: Any) -> bool:
+        """Whether an equation makes numbers smaller by a constant, which may bring them into a narrow range."""
+        if not self.formats.is_narrow or not traits_of(eqn.primitive).product or not isinstance(eqn.invars[1], Literal):
+            return False
+        factor = abs(float(eqn.invars[1].val))
+        return factor > 1 if eqn.primitive is lax.div_p else factor < 1
+
+    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, wide: bool) -> Step:
+        """A step that runs low. `step` reads all floats low, and has all float results low.
+
+        `wide`: the result of a matmul comes out in float32 all the same.
+        """
         takes_part = traits_of(eqn.primitive).takes_part
         if takes_part is not None:
             part, _ = takes_part(eqn.params)
@@ -241,12 +271,23 @@ class Planner:
             inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
             reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
             step = step._replace(reads=tuple(reads), operation=self._mixed)
-        if isinstance(decision.found.rule, Replacement):
+        if isinstance(decision.found.rule, Replacement):  # JAX would differentiate one with a float32 result in float32
             return self._replaced(decision.found.rule, step)
-        return step
+        if has_mixed(eqn.primitive) and (wide or decision.magnified):
+            step = self._widened(eqn, step)
+        return step._replace(operation=self._mixed_for_solve) if decision.magnified else step
+
+    def _widened(self, eqn: Any, step: Step) -> Step:
+        format_ = self.formats.of_aval(eqn.outvars[0].aval)
+        assert format_ is not None
+        params = {**(step.params or {}), "preferred_element_type": format_.dtype}
+        return step._replace(outs=(step.outs[0]._replace(format=format_),), params=params)
 
     def _mixed(self, eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         return [mixed(eqn.primitive, operands, params, self.formats.compute_dtype)]
+
+    def _mixed_for_solve(self, eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        return [mixed(eqn.primitive, operands, params, self.formats.compute_dtype, wide_cotangent=True)]
 
     def _replaced(self, rule: Replacement, step: Step) -> Step:
         """A step with the body that a rule of the policy gives it. The results are held in the planned dtypes."""
@@ -278,7 +319,8 @@ class Planner:
             values = [Value(s, reads[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
             outs_wanted = [wanted[r] for r in body.results] or [True] * len(open_jaxpr(body.jaxpr).outvars)
             through = [returned[r] for r in body.results] if plain_call else ()
-            plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through))
+            magnified = results_of(body, decision.magnified)
+            plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through, magnified))
         outs = []
         for result, (var, sensitivity) in enumerate(zip(eqn.outvars, decision.outs, strict=True)):
             formats = {
@@ -330,6 +372,16 @@ def _wanted_results(entry: Entry, outs: Sequence[Sensitivity], wanted: Sequence[
         return list(wanted)
     carried = {result: outs[result] is not LOW for _, result in entry.carries}
     return [carried.get(result, False) for result in range(len(wanted))]
+
+
+def _is_cheap_when_wide(eqn: Any, is_scaled: bool) -> bool:
+    """Whether a float32 result costs little: it is small next to what the matmul reads.
+
+    A result is written, read, and often kept for the backward pass. One that is scaled down right away may be larger,
+    because its range is at stake, and not only its precision.
+    """
+    times = 1 if is_scaled else 4
+    return times * size_of(eqn.outvars[0].aval) <= max(size_of(v.aval) for v in eqn.invars[:2])
 
 
 def _is_parameter(value: Value, atom: Any) -> bool:

@@ -25,6 +25,7 @@ class Why(enum.Enum):
     FOLLOWS_OUT_OF_RANGE = enum.auto()
     NO_LOW_OPERAND = enum.auto()
     READ_ONLY_BY = enum.auto()  # the names of the primitives that read it; none: it is a float32 result
+    READ_BY_SOLVE = enum.auto()  # what decided before
     FOLDED = enum.auto()  # into the matmul before it
     BY_PASS = enum.auto()  # what an optimisation did with it, in words
 

@@ -38,10 +38,17 @@ def has_mixed(primitive: Primitive) -> bool:
     return traits_of(primitive).matmul and not is_mixed(primitive)
 
 
-def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], compute_dtype: np.dtype) -> Any:
+def mixed(
+    base: Primitive,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    compute_dtype: np.dtype,
+    wide_cotangent: bool = False,
+) -> Any:
     """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
-    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them.
+    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them. The
+    cotangent of a float32 result is rounded as well, unless it is to stay a `wide_cotangent`.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
@@ -50,7 +57,8 @@ def mixed(base: Primitive, operands: Sequence[Any], params: dict[str, Any], comp
         return bind_primitive(base, *operands, **params)
     if base not in _MIXED:
         _MIXED[base] = _define(base)
-    return bind_primitive(_MIXED[base], *operands, compute_dtype=compute_dtype, **params)
+    own = {"compute_dtype": compute_dtype, "wide_cotangent": wide_cotangent}
+    return bind_primitive(_MIXED[base], *operands, **own, **params)
 
 
 def _low(x: Any, dtype: np.dtype) -> Any:
@@ -65,16 +73,16 @@ def _define(base: Primitive) -> Primitive:
         dataclasses.replace(traits_of(base), shown_as=base.name, multiplies_in=lambda params: params["compute_dtype"]),
     )
 
-    def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any) -> Any:
+    def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
         return base.bind(_low(x, compute_dtype), _low(w, compute_dtype), *rest, **params)
 
-    def lower_on_cpu(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any) -> Any:
+    def lower_on_cpu(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
         """XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12): rounded, and multiplied in float32."""
         out = params["preferred_element_type"]
         x, w = (_low(_low(a, compute_dtype), out) for a in (x, w))
         return base.bind(x, w, *rest, **params)
 
-    def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any) -> Any:
+    def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))
         return base.abstract_eval(x, w, *rest, **params)[0]
 
@@ -88,23 +96,36 @@ def _define(base: Primitive) -> Primitive:
     return own
 
 
-def _jvp(base: Primitive, primals: Any, tangents: Any, *, compute_dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    base: Primitive, primals: Any, tangents: Any, *, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any
+) -> tuple[Any, Any]:
     x, w, *rest = primals
     low = [_low(x, compute_dtype), _low(w, compute_dtype)]
 
     def with_tangent(i: int) -> Any:
         operands = [*low, *rest]
         operands[i] = tangents[i]
-        return mixed(base, operands, params, compute_dtype)
+        return mixed(base, operands, params, compute_dtype, wide_cotangent)
 
     parts = [with_tangent(i) for i in range(2) if type(tangents[i]) is not ad.Zero]
-    return mixed(base, [*low, *rest], params, compute_dtype), functools.reduce(ad.add_tangents, parts)
+    out = mixed(base, [*low, *rest], params, compute_dtype, wide_cotangent)
+    return out, functools.reduce(ad.add_tangents, parts)
 
 
 def _transpose(
-    base: Primitive, ct: Any, x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, **params: Any
+    base: Primitive,
+    ct: Any,
+    x: Any,
+    w: Any,
+    *rest: Any,
+    compute_dtype: np.dtype,
+    wide_cotangent: bool,
+    **params: Any,
 ) -> list[Any]:
-    """The transpose of the base by the linear operand, told to come out in that operand's dtype."""
+    """The transpose of the base by the linear operand, told to come out in that operand's dtype.
+
+    A cotangent that stays wide is multiplied in its own dtype.
+    """
     operands = [x, w]
     i = 0 if ad.is_undefined_primal(x) else 1
     aval = operands[i].aval
@@ -115,14 +136,25 @@ def _transpose(
         out = ad.primitive_transposes[base](ct, *both, *rest, **{**params, "preferred_element_type": aval.dtype})[i]
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
-    given = [_low(ct, compute_dtype), _low(operands[1 - i], compute_dtype), *rest]
+    other = _low(operands[1 - i], compute_dtype)
     outs: list[Any] = [None] * (2 + len(rest))
-    outs[i] = _with_mixed(base, rule, given, given, compute_dtype)
+    if wide_cotangent:
+        outs[i] = rule(ct, other.astype(ct.dtype), *rest)
+    else:
+        given = [_low(ct, compute_dtype), other, *rest]
+        outs[i] = _with_mixed(base, rule, given, given, compute_dtype)
     return outs
 
 
 def _batch(
-    base: Primitive, axis_data: Any, operands: Any, dims: Any, *, compute_dtype: np.dtype, **params: Any
+    base: Primitive,
+    axis_data: Any,
+    operands: Any,
+    dims: Any,
+    *,
+    compute_dtype: np.dtype,
+    wide_cotangent: bool,
+    **params: Any,
 ) -> tuple[Any, Any]:
     found: list[Any] = []
 
@@ -133,11 +165,16 @@ def _batch(
 
     x, w, *rest = operands
     like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in (x, w)]
-    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype), found[-1]
+    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, wide_cotangent), found[-1]
 
 
 def _with_mixed(
-    base: Primitive, rule: Callable[..., Any], operands: Sequence[Any], like: Sequence[Any], compute_dtype: np.dtype
+    base: Primitive,
+    rule: Callable[..., Any],
+    operands: Sequence[Any],
+    like: Sequence[Any],
+    compute_dtype: np.dtype,
+    wide_cotangent: bool = False,
 ) -> Any:
     """Run a rule of the base, traced on operands like `like`, on `operands`, with our primitive in place of the base.
 
@@ -145,6 +182,8 @@ def _with_mixed(
     """
 
     def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        return [mixed(base, ins, eqn.params, compute_dtype)] if eqn.primitive is base else bind(eqn, ins)
+        if eqn.primitive is not base:
+            return bind(eqn, ins)
+        return [mixed(base, ins, eqn.params, compute_dtype, wide_cotangent)]
 
     return evaluate(jax.make_jaxpr(rule)(*like), operands, apply)[0]

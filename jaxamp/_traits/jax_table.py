@@ -56,6 +56,11 @@ _TABLE: dict[str, str] = {
     "sum": "add sub",
     "compares": _COMPARES,
     "reduces": "reduce_max reduce_min reduce_prod reduce_sum",
+    # linear_solve is Lineax'
+    "magnifies": """
+        cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product linear_solve lu
+        ormqr qr schur svd triangular_solve tridiagonal tridiagonal_solve
+    """,
     "passes_on": "convert_element_type",
     "mask_arithmetic": f"""
         {_COMPARES} abs add broadcast_in_dim clamp convert_element_type copy div iota max min mul neg rem reshape

@@ -32,6 +32,7 @@ class Traits:
     sum: bool = False
     compares: bool = False
     reduces: bool = False
+    magnifies: bool = False  # a decomposition or a solve: it multiplies errors by a condition number
     passes_on: bool = False  # the result is the operand, perhaps in another dtype or layout: free, and not compared
     mask_arithmetic: bool = False  # element-wise, and masks of positions are built from it
 

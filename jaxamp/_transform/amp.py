@@ -136,7 +136,7 @@ def amp(
             A scan with a `jax.checkpoint` or side effects in it is treated like code outside of scans. With
             `"matmuls"`, the same holds for a whole function that has one.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
-            `widen_results`, `fold_transposes`, `order_results`, `low_softmaxes`, `recompute`, `share_cotangents`.
+            `fold_transposes`, `order_results`, `low_softmaxes`, `recompute`, `share_cotangents`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.

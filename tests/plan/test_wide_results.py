@@ -1,4 +1,4 @@
-"""Matmuls whose results are returned give them in float32."""
+"""Matmuls give their results in float32 where that is worth it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jax import lax
 from plans import held_in, plan_of, read_in, step
 
 import jaxamp
-from jaxamp._passes.wide_results import widen_results
 from jaxamp._plan.classify import Mode
 from jaxamp._plan.reasons import Reason, Why
 
@@ -18,13 +17,13 @@ X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
 
 def test_a_plan_whose_matmul_is_returned_rearranged():
     fn = lambda w, x: jnp.transpose(x @ w.T, (2, 0, 1)).reshape(-1)
-    before, after = (plan_of(fn, W, X, passes=passes) for passes in ((), (widen_results,)))
+    plan = plan_of(fn, W, X)
     for name, nth in (("dot_general", 0), ("transpose", 1), ("reshape", 0)):
-        assert (held_in(step(before, name, nth)), held_in(step(after, name, nth))) == (["bfloat16"], ["float32"])
-    assert step(after, "dot_general").params["preferred_element_type"] == jnp.float32
-    assert (read_in(step(after, "reshape")), step(after, "reshape").touched) == (["float32"], False)
-    assert step(after, "transpose", 1).reason == Reason(Why.READ_ONLY_BY, ("reshape",))
-    assert [value.format.name for value in after.outs] == ["float32"]
+        assert held_in(step(plan, name, nth)) == ["float32"]
+    assert step(plan, "dot_general").params["preferred_element_type"] == jnp.float32
+    assert (read_in(step(plan, "reshape")), step(plan, "reshape").touched) == (["float32"], False)
+    assert step(plan, "transpose", 1).reason == Reason(Why.READ_ONLY_BY, ("reshape",))
+    assert [value.format.name for value in plan.outs] == ["float32"]
 
 
 def test_what_a_users_rule_makes_of_the_wider_result():
@@ -32,21 +31,16 @@ def test_what_a_users_rule_makes_of_the_wider_result():
         return [x], params
 
     policy = jaxamp.default_amp_policy | {lax.reshape_p: rule}
-    plan = plan_of(lambda w, x: (x @ w.T).reshape(-1), W, X, passes=(widen_results,), policy=policy)
+    plan = plan_of(lambda w, x: (x @ w.T).reshape(-1), W, X, policy=policy)
     assert (step(plan, "reshape").mode, held_in(step(plan, "reshape"))) == (Mode.RULE, ["float32"])
 
 
 def test_what_a_later_operation_wants_low_stays_low():
     policy = jaxamp.default_amp_policy | {lax.transpose_p: jaxamp.use_compute_precision}
     fn = lambda w, x: jnp.transpose((x @ w.reshape(8, 16)).reshape(15, 16))
-    plan = plan_of(fn, W, X, passes=(widen_results,), policy=policy)
+    plan = plan_of(fn, W, X, policy=policy)
     assert held_in(step(plan, "dot_general")) == ["float32"]
     assert (read_in(step(plan, "reshape", 1)), held_in(step(plan, "reshape", 1))) == (["bfloat16"], ["bfloat16"])
-
-
-def test_a_plan_that_returns_no_matmul_is_left_as_it_is():
-    plan = plan_of(lambda w, x: jnp.exp(x @ w.T), W, X)
-    assert widen_results(plan) is plan
 
 
 def test_a_matmul_that_is_only_returned_comes_out_in_float32():
@@ -79,3 +73,53 @@ def test_weight_gradients_under_amp_come_straight_out_of_the_matmul(wrap):
     found = AMP(wrap(jax.grad(fn)))(W, X)
     assert found.dtype == jnp.float32
     assert near(found, in_float64(jax.grad(fn), *low), 1e-6)
+
+
+# -- results that only float32 operations read
+
+LONG, SHORT = normal(3, 4, 64), normal(4, 64, 4)  # sixteen entries of a result, 256 of each operand
+
+
+def results(fn, *args, **options):
+    jaxpr = jax.make_jaxpr(jaxamp.amp(fn, **{"compute_dtype": jnp.bfloat16} | options))(*args)
+    return [eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: jnp.sum(jnp.exp(x @ w)),
+        lambda x, w: jnp.sum(jax.nn.logsumexp(x @ w, -1)),
+        lambda x, w: jnp.sum(jax.nn.log_softmax((x @ w).T * 3.0 + 1.0)),
+        lambda x, w: jnp.sum(jnp.log(jax.jit(jnp.matmul)(x, w) ** 2)),
+    ],
+)
+def test_a_small_result_that_float32_operations_read_comes_out_in_float32(fn):
+    assert results(fn, LONG, SHORT) == ["float32"]
+    rounded = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (LONG, SHORT)]
+    assert near(AMP(fn)(LONG, SHORT), in_float64(fn, *rounded), 1e-5)
+
+
+def test_a_result_as_large_as_its_operands_stays_low():
+    scores = lambda q, k: jnp.sum(jax.nn.softmax(q @ k.T) ** 2)
+    assert results(scores, normal(0, 32, 8), normal(1, 32, 8)) == ["bfloat16"]
+    dense = lambda x, w: jnp.sum(jnp.exp(x @ w))
+    assert results(dense, normal(0, 32, 32), normal(1, 32, 32)) == ["bfloat16"]
+
+
+def test_a_small_result_that_something_low_reads_as_well_stays_low():
+    def fn(x, w):
+        y = x @ w
+        return jnp.sum(jnp.exp(y)) + jnp.sum(y @ y)
+
+    assert results(fn, LONG, SHORT)[0] == "bfloat16"
+
+
+@pytest.mark.parametrize("scale", [lambda y: y * 1e-3, lambda y: y / 1000.0])
+def test_float16_products_that_are_scaled_down_are_not_infinite(scale):
+    x = w = jnp.full((16, 16), 80.0)  # products of 102,400
+    for read in (jnp.tanh, jnp.exp, lambda y: y @ y):
+        fn = lambda x, w, read=read: jnp.sum(read(scale(x @ w) / 64.0))
+        assert near(jaxamp.amp(fn, compute_dtype=jnp.float16)(x, w), in_float64(fn, x, w), 1e-2)
+    assert results(lambda x, w: jnp.sum(jnp.tanh(scale(x @ w))), x, w, compute_dtype=jnp.float16) == ["float32"]
+    assert results(lambda x, w: jnp.sum(jnp.tanh(scale(x @ w))), x, w) == ["bfloat16"]
