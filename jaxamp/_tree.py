@@ -147,14 +147,14 @@ def tree_where(pred: Any, a: Tree, b: Tree) -> Tree:
     return jax.tree.map(lambda x, y: _select_leaf(pred, x, y), a, b)
 
 
-def check_bool(name: str, pred: Any, instead: str) -> None:
+def check_bool(name: str, pred: Any, instead: str, expected: str = "one bool", error: type = TypeError) -> None:
     """Raise an error in the name of `name` unless a condition is a single bool."""
     if is_array(pred):
         given = f"of shape {pred.shape} and dtype {pred.dtype}"
     else:
         given = f"of type {type(pred).__name__}"
     if not (isinstance(pred, bool) or (is_array(pred) and pred.dtype == jnp.bool_ and pred.shape == ())):
-        raise TypeError(f"{name} got a condition {given}; expected one bool. Write {instead}.")
+        raise error(f"{name} got a condition {given}; expected {expected}. Write {instead}.")
 
 
 def _select_leaf(pred: Any, x: Any, y: Any) -> Any:

@@ -15,7 +15,7 @@ loss scaling are jaxamp's own; this file gives them JMP's names.
 
 Differences from JMP 0.0.4, each because of a fault in it:
 
-1. `min_loss_scale` is a leaf of `DynamicLossScale`. JMP loses it in each `jit` and each `tree_map`.
+1. The `min_loss_scale` of a `DynamicLossScale` survives. JMP loses it in each `jit` and each `tree_map`.
 2. The scale is held in float32, whatever numbers it is made from, and floats are scaled and unscaled in float32 or
    wider. The README's `DynamicLossScale(jmp.half_dtype()(2**15))` makes JMP's `adjust` raise an error and its `unscale`
    underflow; so does a Python number or a weakly typed array with float16 gradients.
@@ -25,15 +25,18 @@ Differences from JMP 0.0.4, each because of a fault in it:
 5. `select_tree` selects leaves whose dtypes differ, in the wider one. JMP raises an error.
 6. An overflow never raises the scale. JMP's jumps up to `min_loss_scale` if it was below.
 7. The floor of a scale is positive, even if `min_loss_scale` is zero. JMP's scale falls to zero and stays there.
-8. The scale of a `StaticLossScale` is a leaf. JMP's has no leaves, so `jit` traces again for each value.
+8. A JAX array as the scale of a `StaticLossScale` is a leaf. JMP's has no leaves, so `jit` traces again for each array,
+   and fails at the second call.
 9. `str(policy)` works for dtypes of any form, and policies with the same dtypes are equal and have the same hash.
 10. `cast_to_half` and its siblings cast NumPy scalars too.
 11. The error for an unknown dtype lists the accepted names. JMP's offers `f` for `full`, and refuses it.
 12. `get_policy` allows spaces, and refuses a key that is given twice. JMP takes the last one.
-13. Errors say what was given, what was expected and what to write. JMP has assertions, which `python -O` removes.
+13. Errors say what was given, what was expected and what to write. JMP has assertions, which `python -O` removes. The
+    error for a condition that is not one bool is an AssertionError too, for programs that catch JMP's.
 """
 
 import dataclasses
+import warnings
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -41,12 +44,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._scaling.checked_scalar import checked_scalar
+from ._scaling.checked_scalar import check_condition, checked_scalar
 from ._scaling.period_counters import counter_from_state, state_from_counter
 from ._scaling.scale_tree import scale_tree, unscale_tree
 from ._scaling.state import FLOAT32_MAX
 from ._tree import all_finite as all_finite
-from ._tree import cast_floating, check_bool, tree_where
+from ._tree import cast_floating, tree_where
 
 Tree = TypeVar("Tree")
 
@@ -67,14 +70,14 @@ __all__ = [
 
 # -- policies
 
-_DTYPE_NAMES = {
+dtype_to_names = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16"),
     jnp.float32: ("full", "f32", "float32"),
     jnp.float64: ("f64", "float64"),
 }
-_BY_NAME = {name: dtype for dtype, names in _DTYPE_NAMES.items() for name in names}
-_SHORT_NAMES = {np.dtype(dtype): names[0] for dtype, names in _DTYPE_NAMES.items()}
+name_to_dtype = {name: dtype for dtype, names in dtype_to_names.items() for name in names}
+_SHORT_NAMES = {np.dtype(dtype): names[0] for dtype, names in dtype_to_names.items()}
 _POSITIONS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 
 
@@ -144,7 +147,7 @@ def get_policy(policy_name: str) -> Policy:
             "Write get_policy('params=float32,compute=bfloat16,output=float32'), or Policy(...) for dtypes."
         )
     if "=" not in policy_name:
-        dtype = _parse_dtype(policy_name, policy_name)
+        dtype = parse_dtype(policy_name, policy_name=policy_name)
         return Policy(dtype, dtype, dtype)
     dtypes: list[Any] = [None, None, None]
     for part in policy_name.split(","):
@@ -155,23 +158,24 @@ def get_policy(policy_name: str) -> Policy:
                 f"get_policy got {policy_name!r}, with {part.strip()!r} in it; expected params=, compute= and output= "
                 "(or p=, c= and o=), each at most once. Write get_policy('p=f32,c=bf16,o=f32')."
             )
-        dtypes[index] = _parse_dtype(value, policy_name)
+        dtypes[index] = parse_dtype(value, policy_name=policy_name)
     param, compute, output = dtypes
     param = param or jnp.float32
     compute = compute or param
     return Policy(param, compute, output or compute)
 
 
-def _parse_dtype(name: str, policy_name: str) -> Any:
-    name = name.strip()
+def parse_dtype(value: str, *, policy_name: str | None = None) -> Any:
+    """The dtype of a name. An error names the policy that it is part of."""
+    name = value.strip()
     if name == "half":
         return half_dtype()
-    if name not in _BY_NAME:
+    if name not in name_to_dtype:
         raise ValueError(
-            f"get_policy got {policy_name!r}, with the dtype {name!r}; expected one of half, {', '.join(_BY_NAME)}. "
-            "Write get_policy('bf16'), or get_policy('p=f32,c=bf16,o=f32')."
+            f"Unknown dtype {name!r} in the policy {(policy_name or value)!r}; expected one of "
+            f"half, {', '.join(name_to_dtype)}. Write get_policy('bf16'), or get_policy('p=f32,c=bf16,o=f32')."
         )
-    return _BY_NAME[name]
+    return name_to_dtype[name]
 
 
 def _check_float(field: str, dtype: Any) -> None:
@@ -224,17 +228,18 @@ class NoOpLossScale(eqx.Module):
         return self
 
 
-class StaticLossScale(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
     """A loss scale that never moves.
 
     Attributes:
-        loss_scale: The scale, float32.
+        loss_scale: The scale, float32. A JAX array is a leaf, any other number part of the tree's structure.
     """
 
-    loss_scale: jax.Array
+    loss_scale: Any
 
-    def __init__(self, loss_scale: Any):
-        self.loss_scale = checked_scalar("StaticLossScale", "loss_scale", loss_scale, np.float32, "2.0**15")
+    def __post_init__(self) -> None:
+        _set(self, "loss_scale", np.float32, "2.0**15", positive=False)
 
     def scale(self, tree: Tree) -> Tree:
         """Multiply a pytree's floats by the scale, in float32 or wider."""
@@ -249,7 +254,8 @@ class StaticLossScale(eqx.Module):
         return self
 
 
-class DynamicLossScale(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
     """A loss scale that is raised after `period` finite steps, and lowered at an overflow.
 
     It moves by the rule of `jaxamp.DynamicScalerState`.
@@ -259,7 +265,8 @@ class DynamicLossScale(eqx.Module):
         counter: Finite steps in this period.
         period: How many finite steps it takes to raise the scale.
         factor: The scale is raised and lowered by this factor.
-        min_loss_scale: The scale is not lowered below this.
+        min_loss_scale: The scale is not lowered below this. A JAX array is a leaf, any other number part of the tree's
+            structure, as `period` and `factor` are.
 
     >>> from jaxamp import jmp
     >>> loss_scale = jmp.DynamicLossScale(8.0, period=2)
@@ -267,22 +274,20 @@ class DynamicLossScale(eqx.Module):
     [8.0, 16.0, 8.0]
     """
 
-    loss_scale: jax.Array
-    counter: jax.Array
-    period: int = eqx.field(static=True)
-    factor: int = eqx.field(static=True)
-    min_loss_scale: jax.Array
+    loss_scale: Any
+    counter: Any = 0
+    period: Any = 2000
+    factor: Any = 2
+    min_loss_scale: Any = 1.0
 
-    def __init__(
-        self, loss_scale: Any, counter: Any = 0, period: Any = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
-    ):
-        name = "DynamicLossScale"
-        self.loss_scale = checked_scalar(name, "loss_scale", loss_scale, np.float32, "2.0**15")
-        self.counter = checked_scalar(name, "counter", counter, np.int32, "0", positive=False)
-        checked_scalar(name, "period", period, np.int32, "2000")
-        checked_scalar(name, "factor", factor, np.float32, "2")
-        self.period, self.factor = period, factor
-        self.min_loss_scale = checked_scalar(name, "min_loss_scale", min_loss_scale, np.float32, "1.0", positive=False)
+    def __post_init__(self) -> None:
+        for field, example in (("loss_scale", "2.0**15"), ("min_loss_scale", "1.0")):
+            _warn_of_integer(field, getattr(self, field), example)
+        for field, example in (("period", "2000"), ("factor", "2")):
+            checked_scalar("DynamicLossScale", field, getattr(self, field), np.float32, example)
+        _set(self, "loss_scale", np.float32, "2.0**15")
+        _set(self, "counter", np.int32, "0", positive=False)
+        _set(self, "min_loss_scale", np.float32, "1.0", positive=False)
 
     def scale(self, tree: Tree) -> Tree:
         """Multiply a pytree's floats by the scale, in float32 or wider."""
@@ -294,17 +299,56 @@ class DynamicLossScale(eqx.Module):
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """The next loss scale, given whether this step's gradients were finite."""
-        check_bool("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
+        check_condition("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
         state = state_from_counter(
             self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=FLOAT32_MAX
         ).adjust(grads_finite)
         return eqx.tree_at(lambda x: (x.loss_scale, x.counter), self, (state.scaler, counter_from_state(state)))
 
 
+def _set(scale: Any, field: str, dtype: Any, example: str, positive: bool = True) -> None:
+    """Check a field of a loss scale, and set it to a scalar of its dtype."""
+    value = checked_scalar(type(scale).__name__, field, getattr(scale, field), dtype, example, positive=positive)
+    object.__setattr__(scale, field, value if isinstance(value, jax.Array) else value[()])
+
+
+def _warn_of_integer(field: str, value: Any, example: str) -> None:
+    """Warn of an integer, as JMP does."""
+    dtype = getattr(value, "dtype", np.dtype(np.int32) if type(value) is int else None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        warnings.warn(
+            f"Expected floating type for {field}, got {dtype}. DynamicLossScale holds it in float32; write "
+            f"{field}={example}.",
+            stacklevel=4,
+        )
+
+
+def _register(cls: type, leaves: tuple[str, ...], static: tuple[str, ...], either: str) -> None:
+    """Register a loss scale as a pytree whose field `either` is structure if it is a number, and a leaf otherwise."""
+
+    def flatten(scale: Any) -> Any:
+        is_number = type(getattr(scale, either)) is np.float32
+        names = leaves if is_number else (*leaves, either)
+        structure = {name: getattr(scale, name) for name in (*static, either) if name not in names}
+        return [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in names], tuple(structure.items())
+
+    def unflatten(structure: Any, values: Any) -> Any:
+        scale: Any = object.__new__(cls)  # values may be anything here: nothing is checked
+        names = leaves if either in dict(structure) else (*leaves, either)
+        for name, value in (*structure, *zip(names, values, strict=True)):
+            object.__setattr__(scale, name, value)
+        return scale
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+
+
+_register(StaticLossScale, leaves=(), static=(), either="loss_scale")
+_register(DynamicLossScale, leaves=("loss_scale", "counter"), static=("period", "factor"), either="min_loss_scale")
+
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
     """Return `a` if the scalar bool `pred` holds, else `b`. Non-numeric leaves must be equal in both."""
-    check_bool("select_tree", pred, "select_tree(jmp.all_finite(grads), new, old)")
+    check_condition("select_tree", pred, "select_tree(jmp.all_finite(grads), new, old)")
     return tree_where(pred, a, b)

@@ -37,7 +37,8 @@ Differences from MPX 0.1.8, each because of a fault in it:
 13. `select_tree` selects numbers, and leaves whose dtypes differ. MPX takes Python numbers from the first tree whatever
     the predicate is, and raises an error if dtypes differ.
 14. Without mixed precision, gradients are float32 too. In MPX that holds only for `filter_grad` without aux.
-15. Errors say what was given, what was expected and what to write. MPX has assertions, which `python -O` removes.
+15. Errors say what was given, what was expected and what to write. MPX has assertions, which `python -O` removes. The
+    error for a condition that is not one bool is an AssertionError too, for programs that catch MPX's.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._scaling.checked_scalar import checked_scalar
+from ._scaling.checked_scalar import check_condition, checked_scalar
 from ._scaling.grad import dynamic_scale_value_and_grad
 from ._scaling.period_counters import counter_from_state, state_from_counter
 from ._scaling.scale_tree import scale_tree, unscale_tree
@@ -57,7 +58,7 @@ from ._scaling.state import DynamicScalerState
 from ._scaling.update import update_if_finite
 from ._transform.amp import amp, amp_stop
 from ._tree import all_finite as all_finite
-from ._tree import cast_floating, check_bool, is_array_or_number, is_inexact_array, tree_where
+from ._tree import cast_floating, is_array_or_number, is_inexact_array, tree_where
 
 if TYPE_CHECKING:
     HALF_PRECISION_DATATYPE: Any
@@ -225,7 +226,7 @@ class DynamicLossScaling(eqx.Module):
     A pytree, to be carried from step to step. It moves by the rule of `jaxamp.DynamicScalerState`.
 
     Attributes:
-        loss_scaling: The scale, float32.
+        loss_scaling: The scale, float32. It may be infinite where nothing is scaled, with `use_mixed_precision=False`.
         min_loss_scaling: The scale is not lowered below this.
         counter: Finite steps in this period.
         factor: The scale is raised and lowered by this factor. The scale is never raised above 65504.
@@ -247,7 +248,7 @@ class DynamicLossScaling(eqx.Module):
         self, loss_scaling: Any, min_loss_scaling: Any, factor: Any = 2, period: Any = 2000, counter: Any = None
     ):
         name, counter = "DynamicLossScaling", 0 if counter is None else counter
-        self.loss_scaling = checked_scalar(name, "loss_scaling", loss_scaling, np.float32, "2.0**15")
+        self.loss_scaling = checked_scalar(name, "loss_scaling", loss_scaling, np.float32, "2.0**15", finite=False)
         self.min_loss_scaling = checked_scalar(
             name, "min_loss_scaling", min_loss_scaling, np.float32, "1.0", positive=False
         )
@@ -266,7 +267,7 @@ class DynamicLossScaling(eqx.Module):
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
         """The next loss scaling, given whether this step's gradients were finite."""
-        check_bool("adjust", grads_finite, "loss_scaling.adjust(mpx.all_finite(grads))")
+        check_condition("adjust", grads_finite, "loss_scaling.adjust(mpx.all_finite(grads))")
         return self._with_state(self._as_state().adjust(grads_finite))
 
     def _as_state(self) -> DynamicScalerState:
@@ -295,7 +296,7 @@ def scaled(func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
     """Return `a` if the scalar bool `pred` holds, else `b`. Leaves that aren't arrays or numbers come from `a`."""
-    check_bool("select_tree", pred, "select_tree(mpx.all_finite(grads), new, old)")
+    check_condition("select_tree", pred, "select_tree(mpx.all_finite(grads), new, old)")
     return tree_where(pred, a, jax.tree.map(lambda x, y: y if is_array_or_number(x) else x, a, b))
 
 
@@ -330,7 +331,7 @@ def filter_grad(
     - Non-finite gradients are returned as they are. Pass `grads_finite` to `optimizer_update`.
     - With `use_amp`, call it inside `jit`. Outside, each call compiles the loss again.
     """
-    _check_scaling("filter_grad", scaling)
+    _check_scaling("filter_grad", scaling, use_mixed_precision)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = _differentiate(func, scaling, has_aux, use_mixed_precision, use_amp)
@@ -356,7 +357,7 @@ def filter_value_and_grad(
     >>> float(value), float(grads), float(scaling.loss_scaling)
     (9.0, 6.0, 2048.0)
     """
-    _check_scaling("filter_value_and_grad", scaling)
+    _check_scaling("filter_value_and_grad", scaling, use_mixed_precision)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return _differentiate(func, scaling, has_aux, use_mixed_precision, use_amp)(*args, **kwargs)
@@ -392,7 +393,7 @@ def calculate_scaled_grad(
     The function returns `(value, grads)`, or `((value, aux), grads)`. For unscaled ones, use `filter_value_and_grad`,
     which never multiplies the loss.
     """
-    _check_scaling("calculate_scaled_grad", scaling)
+    _check_scaling("calculate_scaled_grad", scaling, use_mixed_precision)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not use_mixed_precision:
@@ -407,16 +408,22 @@ def optimizer_update(
     model: Tree, optimizer: optax.GradientTransformation, optimizer_state: Any, grads: Any, grads_finite: Any
 ) -> tuple[Tree, Any]:
     """Take an optimizer step if the gradients are finite: `jaxamp.update_if_finite`."""
-    check_bool("optimizer_update", grads_finite, "the grads_finite that filter_grad returned, or mpx.all_finite(grads)")
+    instead = "the grads_finite that filter_grad returned, or mpx.all_finite(grads)"
+    check_condition("optimizer_update", grads_finite, instead)
     return update_if_finite(model, optimizer, optimizer_state, grads, grads_finite)
 
 
 # -- bad input
 
 
-def _check_scaling(name: str, scaling: Any) -> None:
+def _check_scaling(name: str, scaling: Any, is_used: bool = True) -> None:
     if not isinstance(scaling, DynamicLossScaling):
         raise TypeError(
             f"{name} got {scaling!r}, of type {type(scaling).__name__}, as its loss scaling; expected a "
             f"jaxamp.mpx.DynamicLossScaling. Write mpx.{name}(loss, mpx.DynamicLossScaling(2.0**15, 1.0))."
+        )
+    if is_used and not isinstance(scaling.loss_scaling, jax.core.Tracer) and np.isinf(scaling.loss_scaling):
+        raise ValueError(
+            f"{name} got a loss scaling of inf; expected a finite one, unless use_mixed_precision=False. Write "
+            f"mpx.{name}(loss, mpx.DynamicLossScaling(2.0**15, 1.0))."
         )

@@ -18,7 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
-pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "peers")
+pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by_side")
 
 
 class _Together(LoadScopeScheduling):

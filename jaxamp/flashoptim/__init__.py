@@ -28,9 +28,11 @@ Differences from flashoptim-jax 0.1.0, each because of a fault in it:
    in a group span decades. `variance_floor=False` restores its behaviour.
 8. Scales are float16, as published, so very small or large ones are lost. This package keeps that format;
    `jaxamp.optim` has a wider one.
-9. `fused` makes no difference: one implementation serves all devices and every positive group size.
+9. One implementation serves all devices, whether `fused` or not. `fused=True` only refuses, as flashoptim-jax does,
+   group sizes that its kernels can't read.
 10. Codes halfway between two integers are rounded to even, not up.
-11. `cast_tree_bf16` casts only floats, and optimizers leave alone leaves that are None, empty or not floats.
+11. `cast_tree_bf16` casts only floats, and optimizers leave alone leaves that are None, empty or not floats, as long as
+    there is a float to step. flashoptim-jax refuses integers, or steps them with `fused=False`.
 12. Errors say what was given, what was expected and what to write, and name the leaf.
 """
 
@@ -42,6 +44,7 @@ from ..optim._optimizer import make_optimizer
 from ..optim._param_groups import check_param_groups
 from ..optim._storage import STORAGE_FIELDS, Storage
 from ..optim._update_rules import ADAM, ADAMW, LION, SGD, SGDW, UpdateRule
+from ._input_checks import check_group_size, check_some_float
 from ._state_conversion import from_flash_state, to_flash_state
 from ._state_dict import state_from_dict, state_to_dict
 from .compression import cast_tree_bf16 as cast_tree_bf16
@@ -137,10 +140,10 @@ def flash_adam(
     *,
     variance_floor: bool = True,
 ) -> FlashOptimizer:
-    """Adam. `fused` makes no difference; `variance_floor=False` is flashoptim-jax's own rounding."""
+    """Adam. `variance_floor=False` is flashoptim-jax's own rounding."""
     hyper = adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
-    return _make_optimizer(FlashAdamState, ADAM, hyper, storage, param_groups)
+    return _make_optimizer(FlashAdamState, ADAM, hyper, storage, fused, param_groups)
 
 
 def flash_adamw(
@@ -157,10 +160,10 @@ def flash_adamw(
     *,
     variance_floor: bool = True,
 ) -> FlashOptimizer:
-    """AdamW. `fused` makes no difference; `variance_floor=False` is flashoptim-jax's own rounding."""
+    """AdamW. `variance_floor=False` is flashoptim-jax's own rounding."""
     hyper = adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
-    return _make_optimizer(FlashAdamState, ADAMW, hyper, storage, param_groups)
+    return _make_optimizer(FlashAdamState, ADAMW, hyper, storage, fused, param_groups)
 
 
 def flash_sgd(
@@ -175,9 +178,10 @@ def flash_sgd(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """SGD, with weight decay added to the gradient. `fused` makes no difference."""
+    """SGD, with weight decay added to the gradient."""
     hyper = sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay)
-    return _make_optimizer(FlashSGDState, SGD, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
+    storage = _storage(quantize, master_weight_bits, group_size)
+    return _make_optimizer(FlashSGDState, SGD, hyper, storage, fused, param_groups)
 
 
 def flash_sgdw(
@@ -192,9 +196,10 @@ def flash_sgdw(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """SGD, with weight decay separate from the gradient. `fused` makes no difference."""
+    """SGD, with weight decay separate from the gradient."""
     hyper = sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay)
-    return _make_optimizer(FlashSGDState, SGDW, hyper, _storage(quantize, master_weight_bits, group_size), param_groups)
+    storage = _storage(quantize, master_weight_bits, group_size)
+    return _make_optimizer(FlashSGDState, SGDW, hyper, storage, fused, param_groups)
 
 
 def flash_lion(
@@ -208,11 +213,10 @@ def flash_lion(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """Lion. `fused` makes no difference."""
+    """Lion."""
     hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return _make_optimizer(
-        FlashLionState, LION, hyper, _storage(quantize, master_weight_bits, group_size), param_groups
-    )
+    storage = _storage(quantize, master_weight_bits, group_size)
+    return _make_optimizer(FlashLionState, LION, hyper, storage, fused, param_groups)
 
 
 def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> Storage:
@@ -221,14 +225,17 @@ def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> 
 
 
 def _make_optimizer(
-    state_class: Any, rule: UpdateRule, hyper: Any, storage: Storage, param_groups: ParamGroups
+    state_class: Any, rule: UpdateRule, hyper: Any, storage: Storage, fused: bool, param_groups: ParamGroups
 ) -> FlashOptimizer:
     """Wrap an optimizer of `jaxamp.optim` to take and return states of `state_class`."""
     check_param_groups(rule.name, param_groups, lambda key: key in hyper or key in STORAGE_FIELDS or key == "fused")
     without_fused = [{k: v for k, v in group.items() if k != "fused"} for group in param_groups or ()]
     optimizer = make_optimizer(rule, hyper, storage, without_fused)
+    for group in ({}, *(param_groups or ())):
+        check_group_size(rule.name, **{"fused": fused, **vars(storage), **group})
 
     def init(params: Any) -> Any:
+        check_some_float(rule.name, params)
         return from_flash_state(state_class, params, optimizer.init(params))
 
     def step(params: Any, state: Any, grads: Any, *, scale: Any = None, ok: Any = None) -> tuple[Any, Any]:

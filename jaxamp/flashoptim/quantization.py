@@ -43,6 +43,11 @@ def dequantize_variance(x: QuantizedArray, group_size: int = 32) -> jax.Array:
     return _dequantize(Variance(), x, group_size)
 
 
+def _round_to_nearest(x: Any) -> jax.Array:
+    """Round as codes are rounded, ties to even. flashoptim-jax rounds them up, so that signs are not treated alike."""
+    return jnp.round(x)
+
+
 def _quantize(codec: Codec, x: jax.Array, group_size: int) -> QuantizedArray:
     groups = Groups(x.shape, Storage(group_size=group_size).group_size, None)
     view = groups.view(x)

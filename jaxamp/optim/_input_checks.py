@@ -19,7 +19,7 @@ from ._weight_codec import check_low_dtype
 
 def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: Any) -> None:
     """Check that all dtypes are supported, and that each requested `master_weight_bits` has a parameter to apply to."""
-    requested: dict[Any, tuple[bool, str]] = {}
+    requested: dict[tuple[str, Any], tuple[bool, str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_inexact_array(leaf):
             continue
@@ -28,15 +28,16 @@ def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: An
                 f"{name} got the parameter {name_of(path)!r} in {leaf.dtype}; expected bfloat16, float16 or float32. "
                 "Cast it with jaxamp.cast_floating(params, jnp.bfloat16), or exclude it with optax.masked."
             )
-        storage = settings_of(path, leaf).storage
-        before, _ = requested.get(storage.master_weight_bits, (False, ""))
-        applies = before or storage.bits_for(leaf.dtype) is not None
-        requested[storage.master_weight_bits] = applies, f"{name_of(path)!r} in {leaf.dtype}"
-    for bits, (applies, leaf_name) in requested.items():
+        settings = settings_of(path, leaf)
+        request = settings.bits_argument, settings.storage.master_weight_bits
+        before, _ = requested.get(request, (False, ""))
+        applies = before or settings.storage.bits_for(leaf.dtype) is not None
+        requested[request] = applies, name_of(path)
+    for (argument, bits), (applies, leaf_name) in requested.items():
         if bits in (24, 32) and not applies:
             raise ValueError(
-                f"{name} got master_weight_bits={bits}, but only float32 parameters, such as {leaf_name}; expected "
-                "parameters in bfloat16 or float16, which can have a correction. Write master_weight_bits=None, or "
+                f"in {name}, {argument}={bits} has no effect: all its parameters are float32, such as {leaf_name!r}; "
+                "expected some in bfloat16 or float16, which can have a correction. Write master_weight_bits=None, or "
                 "cast them with jaxamp.cast_floating(params, jnp.bfloat16)."
             )
 

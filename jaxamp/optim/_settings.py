@@ -12,11 +12,15 @@ from ._update_rules import UpdateRule, is_zero
 
 
 class Settings(NamedTuple):
-    """The settings of a leaf; `group` is the index of its parameter group, or None."""
+    """The settings of a leaf; `group` is the index of its parameter group, or None.
+
+    `bits_argument` is where its `master_weight_bits` were given, as an error names it.
+    """
 
     group: int | None
     hyper: Mapping[str, Any]
     storage: Storage
+    bits_argument: str = "master_weight_bits"
 
 
 def settings_by_leaf(
@@ -39,6 +43,7 @@ def settings_by_leaf(
             i,
             {**hyper, **{k: v for k, v in group.items() if k in hyper}},
             storage.replace(**{k: v for k, v in group.items() if k in STORAGE_FIELDS}),
+            f"param_groups[{i}]['master_weight_bits']" if "master_weight_bits" in group else default.bits_argument,
         )
         for i, group in enumerate(param_groups)
     ]

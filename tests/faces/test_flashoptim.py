@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from helpers import BF16, F16, F32, assert_same_bits, raises, starts_no_backend
 from optimizers import distance, gradients, tree, wide
-from peers import assert_accepts
+from side_by_side import assert_accepts
 
 from jaxamp import flashoptim
 from jaxamp.flashoptim import compression, quantization
+from jaxamp.optim._moment_codecs import round_to_int
 
 CONSTRUCTORS = "flash_adam flash_adamw flash_sgd flash_sgdw flash_lion".split()
 STEPS = 50
@@ -196,10 +197,51 @@ def test_fault_7_a_variance_is_not_stored_as_zero(peer):
         assert jax.jit(peer.quantize_variance)(x).values.tolist() == [0, 255]
 
 
-def test_fault_9_any_group_size_will_do(peer):
-    assert flashoptim.flash_adamw(group_size=40).init({"w": jnp.ones(80, BF16)}).mu["w"].scales.shape == (2,)
-    with pytest.raises(ValueError, match="group_size"):
-        peer.flash_adamw(group_size=40)
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_a_group_size_that_its_kernels_cant_read_is_refused_where_fused(peer, name):
+    for module in (peer, flashoptim):
+        with pytest.raises(ValueError, match="group_size must divide BLOCK_SIZE"):
+            getattr(module, name)(group_size=40)
+    groups = [{"params": "w", "group_size": 40}]
+    with raises(ValueError, f"{name} got group_size=40 with fused=True", "must divide", "1024", "Write fused=False"):
+        getattr(flashoptim, name)(param_groups=groups)
+    make = getattr(flashoptim, name)
+    for optimizer in (
+        make(group_size=40, fused=False),
+        make(group_size=40, quantize=False),
+        make(fused=False, param_groups=groups),
+        make(param_groups=[{**groups[0], "fused": False}]),
+    ):
+        assert optimizer.init({"w": jnp.ones(80, BF16)}).ecc["w"].shape == (80,)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_parameters_without_a_float_are_refused(peer, name):
+    params = {"x": jnp.arange(3)}
+    for module in (peer, flashoptim):
+        with pytest.raises(ValueError, match="fused=True only supports parameter dtypes"):
+            getattr(module, name)().init(params)
+    make = getattr(flashoptim, name)
+    for fused in (True, False):
+        with raises(ValueError, f"{name} got no parameter that it can step", "'x' is in int32", "bfloat16", "Pass"):
+            make(fused=fused, master_weight_bits=None).init(params)
+    assert jax.tree.leaves(make(master_weight_bits=None).init({"x": None})) == [0]
+
+
+def test_bits_that_mean_nothing_are_refused_with_their_group(peer):
+    params = {"low": jnp.ones(32, BF16), "wide": jnp.ones(32)}
+    for module in (peer, flashoptim):
+        optimizer = module.flash_adamw(param_groups=[{"params": "wide", "master_weight_bits": 24}], fused=False)
+        with pytest.raises(ValueError, match=r"param_groups\[0\]\['master_weight_bits'\]=24 has no effect"):
+            optimizer.init(params)
+
+
+def test_fault_10_ties_go_to_even():
+    """The function is private, but flashoptim-jax's own tests import it. It rounds as the codes are rounded."""
+    halves = jnp.arange(-254, 511) / 2
+    rounded = quantization._round_to_nearest(halves)
+    np.testing.assert_array_equal(rounded, np.rint(halves))
+    np.testing.assert_array_equal(rounded, round_to_int(halves, jnp.int16))
 
 
 def test_fault_11_leaves_that_are_no_floats_stay():
@@ -240,7 +282,7 @@ def test_fault_12_errors_name_the_leaf():
         optimizer.step(params, state, params)
     with raises(TypeError, "flash_adamw got tuple as its state; expected", "Write state"):
         optimizer.step(params, (), params)
-    with raises(ValueError, "master_weight_bits=24, but only float32 parameters, such as 'w'"):
+    with raises(ValueError, "in flash_adamw, master_weight_bits=24 has no effect", "such as 'w'; expected", "Write"):
         optimizer.init({"w": jnp.ones(32)})
     with raises(ValueError, "flashoptim got master_weight_bits=16; expected None, 24 or 32", "Write"):
         flashoptim.flash_adamw(master_weight_bits=16)

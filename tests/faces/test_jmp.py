@@ -1,5 +1,6 @@
 """`jaxamp.jmp` beside JMP 0.0.4: the same bits where JMP is right, and one test for each fault of it."""
 
+import importlib
 import importlib.metadata
 import re
 import warnings
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import BF16, F16, F32, raises, starts_no_backend
-from peers import FINITE, assert_accepts, assert_same, run
+from side_by_side import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import jmp
 
@@ -166,6 +167,38 @@ def test_the_floor_survives_every_tree_operation(peer):
     assert run(jmp, case) == [64.0, 64.0, 64.0]
 
 
+def test_leaves_are_jmps(peer):
+    case = lambda m: jax.tree.leaves(m.DynamicLossScale(jnp.float32(8), jnp.int32(3), min_loss_scale=np.float32(0.5)))
+    assert_same(run(peer, case), run(jmp, case))
+    assert str(jax.tree.flatten_with_path(jmp.DynamicLossScale(8.0))[0][0][0]) == "(GetAttrKey(name='loss_scale'),)"
+
+
+def test_a_floor_that_is_an_array_is_a_leaf():
+    """Its place in the tree stays, whatever its value becomes: NumPy on the host, a shape, nothing."""
+    floors = jnp.array([0.5, 1.0])
+    make = lambda floor: jmp.DynamicLossScale(2.0, min_loss_scale=floor)
+    loss_scale = make(floors[0])
+    structure = jax.tree.structure(loss_scale)
+    assert structure.num_leaves == 3
+    assert structure == jax.tree.structure(jax.device_get(loss_scale))
+    assert structure == jax.tree.structure(jax.eval_shape(make, floors[0]))
+    assert jax.tree.leaves(jax.tree.map(lambda x: None, loss_scale)) == []
+    scales = jax.vmap(lambda floor: make(floor).adjust(False).adjust(False).loss_scale)(floors)
+    assert scales.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("value", [2, np.int32(2), np.full((), 2, np.int16), "array"])
+def test_an_integer_scale_is_warned_of_as_by_jmp(peer, value):
+    value = jnp.int32(2) if isinstance(value, str) else value
+    for m in (peer, jmp):
+        with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int") as caught:
+            m.DynamicLossScale(value)
+        with pytest.warns(UserWarning, match="Expected floating type for min_loss_scale, got int"):
+            m.DynamicLossScale(2.0, min_loss_scale=value)
+    assert caught[0].filename == __file__
+    assert_same(jnp.float32(4), jmp.StaticLossScale(value).scale(jnp.float32(2)))  # no warning, as in JMP
+
+
 def test_a_scale_in_half_precision_can_be_adjusted(peer):
     case = lambda m: moves(m.DynamicLossScale(m.half_dtype()(2**15), period=1), True, False)
     with pytest.raises(TypeError):
@@ -233,7 +266,7 @@ def test_the_floor_is_positive(peer):
     assert run(jmp, case) == np.finfo(np.float32).tiny
 
 
-def test_a_static_scale_is_a_leaf(peer):
+def test_an_array_as_static_scale_is_a_leaf(peer):
     def traces(m, scales):
         count = []
         scaled = jax.jit(lambda loss_scale, x: count.append(x) or loss_scale.scale(x))
@@ -243,8 +276,8 @@ def test_a_static_scale_is_a_leaf(peer):
     case = lambda m: traces(m, [jnp.float32(8), jnp.float32(16)])
     assert run(peer, case) == (2, [8.0, 16.0])
     assert run(jmp, case) == (1, [8.0, 16.0])
-    assert jax.tree.leaves(peer.StaticLossScale(8.0)) == []
-    assert jax.tree.leaves(jmp.StaticLossScale(8.0)) == [8.0]
+    fixed = lambda m: [jax.tree.leaves(m.StaticLossScale(scale)) for scale in (8.0, 0)]
+    assert run(peer, fixed) == run(jmp, fixed) == [[], []]
 
 
 def test_a_policy_has_a_name_whatever_form_its_dtypes_have(peer):
@@ -269,11 +302,18 @@ def test_numpy_scalars_are_cast(peer):
 def test_the_error_at_a_dtype_names_what_is_accepted(peer):
     with pytest.raises(ValueError, match="'f' for 'full'"):
         peer.get_policy("f")
-    with raises(ValueError, "get_policy got 'f', with the dtype 'f'", "expected one of half, bf16, ", "Write") as info:
+    with raises(ValueError, "Unknown dtype 'f' in the policy 'f'", "expected one of half, bf16, ", "Write") as info:
         jmp.get_policy("f")
     names = re.search(r"one of (.*?)\.", str(info.value)).group(1).split(", ")
     assert len(names) == 10
     assert [jmp.get_policy(name) for name in names]
+
+
+def test_the_tables_of_jmps_policy_module_are_there(peer):
+    theirs = importlib.import_module("jmp._src.policy")
+    assert theirs.dtype_to_names == jmp.dtype_to_names
+    assert theirs.name_to_dtype == jmp.name_to_dtype
+    assert [theirs.parse_dtype(x) for x in ("half", "bf16")] == [jmp.parse_dtype(x) for x in ("half", "bf16")]
 
 
 def test_spaces_in_a_policy_are_allowed(peer):
@@ -301,7 +341,7 @@ def test_an_unknown_key_is_refused(name):
 
 @pytest.mark.parametrize("name", ["", "p=", "p=f16=f32", "float17", "int32"])
 def test_an_unknown_dtype_is_refused(name):
-    with raises(ValueError, f"get_policy got '{name}', with the dtype", "expected one of half", "Write get_policy"):
+    with raises(ValueError, f"Unknown dtype '.*' in the policy '{name}'", "expected one of half", "Write get_policy"):
         jmp.get_policy(name)
 
 
@@ -322,10 +362,11 @@ def test_a_policy_of_what_is_no_float_is_refused(dtype):
 def test_a_condition_that_is_no_bool_is_refused(peer, pred):
     with pytest.raises((AssertionError, AttributeError)):
         peer.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "select_tree got a condition of", "expected one bool", r"Write select_tree\(jmp"):
-        jmp.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "adjust got a condition of", "expected one bool", r"Write loss_scale.adjust\(jmp"):
-        jmp.DynamicLossScale(8.0).adjust(pred)
+    for kind in (TypeError, AssertionError):  # JMP asserts
+        with raises(kind, "select_tree got a condition of", "expected boolean scalar", r"Write select_tree\(jmp"):
+            jmp.select_tree(pred, jnp.ones(2), jnp.ones(2))
+        with raises(kind, "adjust got a condition of", "expected boolean scalar", r"Write loss_scale.adjust\(jmp"):
+            jmp.DynamicLossScale(8.0).adjust(pred)
 
 
 def test_bad_numbers_of_a_loss_scale_are_refused():
@@ -334,8 +375,12 @@ def test_bad_numbers_of_a_loss_scale_are_refused():
             kind("8")
         with raises(TypeError, r"loss_scale of shape \(2,\)", "expected a scalar", r"Write loss_scale=2.0\*\*15"):
             kind(jnp.ones(2))
-        with raises(ValueError, "loss_scale=0", "expected a positive, finite number", r"Write loss_scale=2.0\*\*15"):
-            kind(0.0)
+        with raises(ValueError, "loss_scale=inf", "expected a .*, finite number", r"Write loss_scale=2.0\*\*15"):
+            kind(np.inf)
+    with raises(ValueError, "loss_scale=0", "expected a positive, finite number", r"Write loss_scale=2.0\*\*15"):
+        jmp.DynamicLossScale(0.0)
+    with raises(ValueError, "loss_scale=-1", "expected a non-negative, finite number", r"Write loss_scale=2.0\*\*15"):
+        jmp.StaticLossScale(-1.0)
     with raises(ValueError, "period=0", "expected a positive, finite number", "Write period=2000"):
         jmp.DynamicLossScale(8.0, period=0)
 
@@ -346,8 +391,9 @@ def test_bad_numbers_of_a_loss_scale_are_refused():
 def test_loss_scales_survive_transforms():
     loss_scale = jmp.DynamicLossScale(8.0, period=3, min_loss_scale=0.5)
     for same in (jax.jit(lambda s: s)(loss_scale), jax.tree.map(lambda x: x, loss_scale)):
-        assert [float(x) for x in jax.tree.leaves(same)] == [8.0, 0.0, 0.5]
-        assert (same.period, same.factor) == (3, 2)
+        assert [float(x) for x in jax.tree.leaves(same)] == [8.0, 0.0]
+        assert (same.period, same.factor, same.min_loss_scale) == (3, 2, 0.5)
+        assert same == loss_scale
     for jit in (jax.jit, eqx.filter_jit):
         step = jit(lambda s: s.adjust(jnp.array(True)))
         steps = [loss_scale]
@@ -364,7 +410,7 @@ def test_loss_scales_survive_transforms():
 def test_loss_scales_of_numbers_are_not_traced_anew():
     count = []
     step = jax.jit(lambda s: count.append(s) or s.adjust(jnp.array(True)))
-    loss_scale = jmp.DynamicLossScale(2**15)
+    loss_scale = jmp.DynamicLossScale(2.0**15)
     for _ in range(3):
         loss_scale = step(loss_scale)
     assert len(count) == 1

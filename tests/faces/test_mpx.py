@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import BF16, F16, F32, raises, starts_no_backend
-from peers import FINITE, assert_accepts, assert_same, run
+from side_by_side import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import mpx
 
@@ -397,12 +397,13 @@ def test_an_unknown_half_precision_is_refused():
 def test_a_condition_that_is_no_bool_is_refused(peer, pred):
     with pytest.raises((AssertionError, AttributeError)):
         peer.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "select_tree got a condition of", "expected one bool", r"Write select_tree\(mpx"):
-        mpx.select_tree(pred, jnp.ones(2), jnp.ones(2))
-    with raises(TypeError, "adjust got a condition of", "expected one bool", r"Write loss_scaling.adjust\(mpx"):
-        scaling_of(mpx).adjust(pred)
-    with raises(TypeError, "optimizer_update got a condition of", "expected one bool", "Write the grads_finite"):
-        mpx.optimizer_update({}, optax.sgd(0.1), (), {}, pred)
+    for kind in (TypeError, AssertionError):  # MPX asserts
+        with raises(kind, "select_tree got a condition of", "expected boolean scalar", r"Write select_tree\(mpx"):
+            mpx.select_tree(pred, jnp.ones(2), jnp.ones(2))
+        with raises(kind, "adjust got a condition of", "expected boolean scalar", r"Write loss_scaling.adjust\(mpx"):
+            scaling_of(mpx).adjust(pred)
+        with raises(kind, "optimizer_update got a condition", "expected boolean scalar", "Write the grads_finite"):
+            mpx.optimizer_update({}, optax.sgd(0.1), (), {}, pred)
 
 
 def test_a_loss_scaling_of_another_type_is_refused():
@@ -411,13 +412,27 @@ def test_a_loss_scaling_of_another_type_is_refused():
             getattr(mpx, name)(jnp.sin, 8.0)
 
 
+@pytest.mark.parametrize("name", ["filter_grad", "filter_value_and_grad", "calculate_scaled_grad"])
+def test_an_infinite_scale_is_accepted_where_nothing_is_scaled(peer, name):
+    case = lambda m: getattr(m, name)(jnp.square, scaling_of(m, np.inf), use_mixed_precision=False)(jnp.float32(3))
+    assert_same(run(peer, case), run(mpx, case))
+    with raises(ValueError, f"{name} got a loss scaling of inf", "expected a finite one, unless", "Write mpx"):
+        getattr(mpx, name)(jnp.square, scaling_of(mpx, np.inf))
+
+
+def test_an_infinite_scale_moves_as_mpxs_does(peer):
+    case = lambda m: [scaling_of(m, np.inf).adjust(jnp.array(finite)) for finite in (True, False)]
+    assert_same(run(peer, case), run(mpx, case))
+
+
 def test_bad_numbers_of_a_loss_scaling_are_refused():
     with raises(TypeError, "loss_scaling='8', of type str", "expected a number", r"Write loss_scaling=2.0\*\*15"):
         mpx.DynamicLossScaling("8", 1.0)
     with raises(TypeError, r"loss_scaling of shape \(2,\)", "expected a scalar", r"Write loss_scaling=2.0\*\*15"):
         mpx.DynamicLossScaling(jnp.ones(2), 1.0)
-    with raises(ValueError, "loss_scaling=inf", "expected a positive, finite number", "Write loss_scaling="):
-        mpx.DynamicLossScaling(jnp.float32(jnp.inf), 1.0)
+    for scale in (0.0, jnp.nan):
+        with raises(ValueError, "loss_scaling=", "expected a positive number", r"Write loss_scaling=2.0\*\*15"):
+            mpx.DynamicLossScaling(jnp.float32(scale), 1.0)
     with raises(
         ValueError, "min_loss_scaling=-1", "expected a non-negative, finite number", "Write min_loss_scaling=1.0"
     ):

@@ -406,11 +406,16 @@ def test_a_dtype_that_is_not_served_is_refused_by_name(dtype):
 def test_a_correction_that_no_parameter_can_have_is_refused(bits):
     optimizer = optim.flash_adamw(1e-3, storage=Storage(master_weight_bits=bits))
     with raises(
-        ValueError, f"master_weight_bits={bits}, but only float32 parameters, such as 'w'", "expected", "Write"
+        ValueError, f"in flash_adamw, master_weight_bits={bits} has no effect", "such as 'w'; expected", "Write"
     ):
         optimizer.init({"w": jnp.ones(32)})
     state = optimizer.init({"w": jnp.ones(32), "v": jnp.ones(32, F16)})
     assert state.correction["w"] is None
+    groups = [{"params": "v", "master_weight_bits": bits}, {"params": "w", "master_weight_bits": bits}]
+    optimizer = optim.flash_adamw(1e-3, param_groups=groups)
+    argument = r"param_groups\[1\]\['master_weight_bits'\]"
+    with raises(ValueError, f"{argument}={bits} has no effect", "such as 'w'; expected", "Write"):
+        optimizer.init({"w": jnp.ones(32), "v": jnp.ones(32, F16)})
 
 
 def test_state_of_another_tree_is_refused_by_name():

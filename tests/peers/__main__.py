@@ -1,0 +1,7 @@
+"""`python -m tests.peers PATH...`"""
+
+import sys
+
+from .runner import main
+
+sys.exit(main())
