@@ -59,7 +59,7 @@ class Row(NamedTuple):
 
     @property
     def multiplied(self) -> str:
-        """The number format that a matmul multiplies in: if no rule says so, the widest of its operands' float dtypes."""
+        """The number format that a matmul multiplies in: if no rule says so, the widest float dtype of its operands."""
         return self.format or max(self.run.operands[:2], key=lambda name: ("float" in name, jnp.dtype(name).itemsize))
 
 

@@ -1,8 +1,8 @@
 """Which values a decomposition or a solve reads.
 
 A Cholesky decomposition or a linear solve multiplies the relative error of its matrix by the condition number. So what
-makes that matrix comes out in float32, down to the matmuls; a matmul may still round its operands. Whatever lies between
-a matmul and the solve passes this demand on, in other functions and in loops too.
+makes that matrix comes out in float32, down to the matmuls; a matmul may still round its operands. Whatever lies
+between a matmul and the solve passes this demand on, in other functions and in loops too.
 """
 
 from typing import Any
