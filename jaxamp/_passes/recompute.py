@@ -16,17 +16,15 @@ from .._formats import Format, float_dtype
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
 from .._plan.residuals import is_kept
-from .._plan.sensitivity import Value
-from .._traits import Traits, traits_of
+from .._plan.sensitivity import FREE, Value
+from .._traits import traits_of
 from .._traits.matmul_cost import size_of
+from .._traits.traits import NONE
 
 
 def recompute(plan: Plan) -> Plan:
     """Put runs of cheap steps that are worth it into regions that are computed again."""
     if not plan.touched or plan.setting.keep == "all":
-        return plan
-    sized = [(run, size) for run in _runs(plan) if (size := _largest_in_float32(plan, run)) > 1]
-    if not sized:
         return plan
     values: dict[Var, Value] = dict(zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True))
     constants: set[Var] = set()
@@ -34,6 +32,10 @@ def recompute(plan: Plan) -> Plan:
         values.update(zip(eqn.outvars, step.outs, strict=True))
         if step.mode is Mode.CONSTANT:
             constants.update(eqn.outvars)
+    groups = [group for run in _runs(plan, values) for group in _connected(plan, run, constants)]
+    sized = [(group, size) for group in groups if (size := _largest_in_float32(plan, group)) > 1]
+    if not sized:
+        return plan
     readers = plan.readers()
     regions = [(_region(plan, run, readers, constants), size) for run, size in sized]
     return plan.with_regions([region for region, size in regions if _pays(region, size, values)])
@@ -71,12 +73,14 @@ class Recomputed(NamedTuple):
                 env.postpone(plan.eqns[i])
 
 
-def _runs(plan: Plan) -> Iterator[list[int]]:
-    """Neighbouring steps that are all cheap. A region of another pass ends a run."""
+def _runs(plan: Plan, values: dict[Var, Value]) -> Iterator[list[int]]:
+    """Neighbouring steps between matmuls and loops. A region of another pass ends a run."""
     run: list[int] = []
     eqns, steps = plan.eqns, plan.steps
     for part in plan.parts:
-        if isinstance(part, int) and _is_cheap(eqns[part], steps[part]):
+        if isinstance(part, int) and (
+            _may_be_inside(eqns[part], steps[part]) or _reads_map(eqns[part], steps[part], [eqns[i] for i in run], values)
+        ):
             run.append(part)
         elif run:
             yield run
@@ -85,22 +89,61 @@ def _runs(plan: Plan) -> Iterator[list[int]]:
         yield run
 
 
-def _is_cheap(eqn: Any, step: Step, reductions: bool = True) -> bool:
-    """Whether a step is element-wise work or a comparison, or where `reductions` are allowed, one of these."""
-    if eqn.effects or step.mode is Mode.RULE:
-        return False
+def _connected(plan: Plan, run: list[int], constants: Collection[Var]) -> list[list[int]]:
+    """The steps of a run in groups that share no value that is made in the run."""
+    eqns = plan.eqns
+    groups: list[list[int]] = []
+    of: dict[Var, list[int]] = {}
+    for i in run:
+        read = [v for v in eqns[i].invars if not isinstance(v, Literal) and v in of and v not in constants]
+        mine, *others = {id(of[v]): of[v] for v in read}.values() or [[]]
+        if not mine:
+            groups.append(mine)
+        mine.append(i)
+        for other in others:
+            mine.extend(other)
+            groups = [group for group in groups if group is not other]
+            of.update({v: mine for v, group in of.items() if group is other})
+        of.update(dict.fromkeys(eqns[i].outvars, mine))
+    return [sorted(group) for group in groups]
+
+
+def _may_be_inside(eqn: Any, step: Step, reductions: bool = True) -> bool:
+    """Whether a step is computed again at no great cost, or keeps its results and is not computed again."""
     traits = traits_of(eqn.primitive)
+    unknown = traits == NONE and any(float_dtype(v.aval) is not None for v in (*eqn.invars, *eqn.outvars))
+    if eqn.effects or step.mode is Mode.RULE or unknown or traits.matrix_unit or traits.magnifies:
+        return False
     if step.mode is not Mode.ENTER:
-        return _is_elementwise(traits) or (reductions and traits.reduces)
+        return reductions or not traits.reduces
     if not (traits.own_jvp or traits.plain_call):
         return False
     reductions &= not traits.own_jvp  # the derivative rule of a user's softmax knows better what it needs
     body = step.bodies[0]
-    return all(_is_cheap(e, s, reductions) for e, s in zip(body.eqns, body.steps, strict=True))
+    return all(_may_be_inside(e, s, reductions) for e, s in zip(body.eqns, body.steps, strict=True))
 
 
-def _is_elementwise(traits: Traits) -> bool:
-    return traits.elementwise or traits.compares
+def _reads_map(eqn: Any, step: Step, run: list[Any], values: dict[Var, Value]) -> bool:
+    """Whether a matmul reads something larger than its result that a run has made, such as the map of attention.
+
+    That is computed again too, where both operands are made by the program. The result of the matmul is kept.
+    """
+    made = {v for e in run for v in e.outvars}
+    floats = [v for v in eqn.invars if not isinstance(v, Literal) and float_dtype(v.aval) is not None]
+    large = [v for v in floats if v in made and size_of(v.aval) > sum(size_of(out.aval) for out in eqn.outvars)]
+    of_activations = all(v in values and values[v].sensitivity is not FREE for v in floats)
+    return bool(large) and of_activations and not eqn.effects and _is_matmul(eqn, step)
+
+
+def _is_matmul(eqn: Any, step: Step) -> bool:
+    """Whether it is a low matmul, or a call of one with nothing else that is costly."""
+    traits = traits_of(eqn.primitive)
+    if step.mode is not Mode.ENTER:
+        return traits.matmul and step.mode is Mode.LOW
+    if not traits.plain_call:
+        return False
+    pairs = list(zip(step.bodies[0].eqns, step.bodies[0].steps, strict=True))
+    return any(_is_matmul(*pair) for pair in pairs) and all(_is_matmul(*p) or _may_be_inside(*p) for p in pairs)
 
 
 def _region(plan: Plan, steps: list[int], readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Recomputed:
