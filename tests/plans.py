@@ -7,7 +7,7 @@ from jaxamp._compat import open_jaxpr
 from jaxamp._formats import Formats
 from jaxamp._plan.classify import Classifier
 from jaxamp._plan.plan import Setting
-from jaxamp._plan.planner import Planner
+from jaxamp._plan.planner import Planner, Want
 from jaxamp._plan.sensitivity import Value, sensitivity_of_argument
 from jaxamp._transform.options import check_options
 
@@ -25,7 +25,7 @@ def plan_of(fn, *args, passes=(), **options):
     of_aval = planner.formats.of_aval
     ins = [Value(sensitivity_of_argument(v.aval), of_aval(v.aval)) for v in open_jaxpr(jaxpr).invars]
     results = [True] * len(open_jaxpr(jaxpr).outvars)
-    return planner.plan(jaxpr, ins, results, (), returned=results)
+    return planner.plan(jaxpr, ins, [Want.LAST] * len(results), (), returned=results)
 
 
 def names(plan):

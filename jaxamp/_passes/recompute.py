@@ -32,13 +32,21 @@ def recompute(plan: Plan) -> Plan:
         values.update(zip(eqn.outvars, step.outs, strict=True))
         if step.mode is Mode.CONSTANT:
             constants.update(eqn.outvars)
-    groups = [group for run in _runs(plan, values) for group in _connected(plan, run, constants)]
-    sized = [(group, size) for group in groups if (size := _largest_in_float32(plan, group)) > 1]
-    if not sized:
-        return plan
-    readers = plan.readers()
-    regions = [(_region(plan, run, readers, constants), size) for run, size in sized]
-    return plan.with_regions([region for region, size in regions if _pays(region, size, values)])
+    readers: dict[Var, list[Reader]] = {}
+    regions = []
+    waiting = list(_runs(plan, values))
+    while waiting:
+        for group in _connected(plan, waiting.pop(0), constants):
+            size = _largest_in_float32(plan, group)
+            if size <= 1:
+                continue
+            readers = readers or plan.readers()
+            region = _region(plan, group, readers, constants)
+            if _pays(region, size, values):
+                regions.append(region)
+            else:
+                waiting += _pieces(plan, group)
+    return plan.with_regions(regions)
 
 
 class Recomputed(NamedTuple):
@@ -79,7 +87,8 @@ def _runs(plan: Plan, values: dict[Var, Value]) -> Iterator[list[int]]:
     eqns, steps = plan.eqns, plan.steps
     for part in plan.parts:
         if isinstance(part, int) and (
-            _may_be_inside(eqns[part], steps[part]) or _reads_map(eqns[part], steps[part], [eqns[i] for i in run], values)
+            _may_be_inside(eqns[part], steps[part])
+            or _reads_map(eqns[part], steps[part], [eqns[i] for i in run], values)
         ):
             run.append(part)
         elif run:
@@ -108,6 +117,24 @@ def _connected(plan: Plan, run: list[int], constants: Collection[Var]) -> list[l
     return [sorted(group) for group in groups]
 
 
+def _pieces(plan: Plan, group: list[int]) -> list[list[int]]:
+    """A group without the steps that keep their results; nothing if it has no such steps."""
+    pieces: list[list[int]] = [[]]
+    for i in group:
+        if _is_cheap(plan.eqns[i], plan.steps[i]):
+            pieces[-1].append(i)
+        else:
+            pieces.append([])
+    return [piece for piece in pieces if piece] if len(pieces) > 1 else []
+
+
+def _is_cheap(eqn: Any, step: Step) -> bool:
+    if step.mode is Mode.ENTER:
+        return all(map(_is_cheap, step.bodies[0].eqns, step.bodies[0].steps))
+    traits = traits_of(eqn.primitive)
+    return traits.elementwise or traits.compares or traits.reduces
+
+
 def _may_be_inside(eqn: Any, step: Step, reductions: bool = True) -> bool:
     """Whether a step is computed again at no great cost, or keeps its results and is not computed again."""
     traits = traits_of(eqn.primitive)
@@ -115,7 +142,8 @@ def _may_be_inside(eqn: Any, step: Step, reductions: bool = True) -> bool:
     if eqn.effects or step.mode is Mode.RULE or unknown or traits.matrix_unit or traits.magnifies:
         return False
     if step.mode is not Mode.ENTER:
-        return reductions or not traits.reduces
+        rearranges = traits.cheap and not (traits.elementwise or traits.reduces or traits.makes_positions)
+        return not rearranges and (reductions or not traits.reduces)
     if not (traits.own_jvp or traits.plain_call):
         return False
     reductions &= not traits.own_jvp  # the derivative rule of a user's softmax knows better what it needs

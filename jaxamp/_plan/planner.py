@@ -3,12 +3,14 @@
 A classified jaxpr (`classify.py`) is read twice more:
 
 1. `_wants`, backwards: which values only float32 operations read. Rounding them first would gain nothing.
+   And which of these no matmul depends on any more.
 2. `_plan`, forwards: the formats.
 
 Then the passes are run over the plan. Nested jaxprs are planned for the formats that their operands are held in, so
 that a `jit` or a `custom_jvp` between two matmuls costs no cast.
 """
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +32,15 @@ from .reasons import Reason, Why
 from .sensitivity import FREE, LOW, Sensitivity, Value, sensitivity_of_constant
 from .user_rules import apply_replacement, apply_rule, results_of_rule
 
+
+class Want(enum.IntEnum):
+    """How a value is wanted."""
+
+    LOW = 0  # something reads it low
+    WIDE = 1  # only float32 operations read it
+    LAST = 2  # and nothing low depends on it any more, as on a network's last result
+
+
 PlanPass = Callable[[Plan], Plan]
 
 
@@ -50,68 +61,68 @@ class Planner:
 
     # -- 1. backwards: which values are wanted in float32
 
-    def _wants(self, jaxpr: Jaxpr, decisions: list[Decision], outs: Sequence[bool], path: Path) -> dict[Var, bool]:
-        """For each variable: do only float32 operations read it?"""
-        wants: dict[Var, bool] = {}
+    def _wants(self, jaxpr: Jaxpr, decisions: list[Decision], outs: Sequence[Want], path: Path) -> dict[Var, Want]:
+        """How each variable is wanted."""
+        wants: dict[Var, Want] = {}
 
-        def demand(atom: Any, wide: bool) -> None:
+        def demand(atom: Any, want: Want) -> None:
             if not isinstance(atom, Literal):
-                wants[atom] = wants.get(atom, True) and wide
+                wants[atom] = min(wants.get(atom, Want.LAST), want)
 
         jaxpr = open_jaxpr(jaxpr)
-        for atom, wide in zip(jaxpr.outvars, outs, strict=True):
-            demand(atom, wide)
+        for atom, want in zip(jaxpr.outvars, outs, strict=True):
+            demand(atom, want)
         for eqn, decision in zip(reversed(jaxpr.eqns), reversed(decisions), strict=True):
-            results = [wants.get(v, True) for v in eqn.outvars]
-            for atom, wide in zip(eqn.invars, self._demands(eqn, decision, results, path), strict=True):
+            results = [wants.get(v, Want.LAST) for v in eqn.outvars]
+            for atom, want in zip(eqn.invars, self._demands(eqn, decision, results, path), strict=True):
                 if float_dtype(atom.aval) is not None:
-                    demand(atom, wide)
+                    demand(atom, want)
         return wants
 
-    def _demands(self, eqn: Any, decision: Decision, results: list[bool], path: Path) -> list[bool]:
-        """For each operand: does this equation want it wide, if its results are wanted so?"""
+    def _demands(self, eqn: Any, decision: Decision, results: list[Want], path: Path) -> list[Want]:
+        """How this equation wants each operand, if its results are wanted so."""
         match decision.mode:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
-                return [True] * len(eqn.invars)
+                return [max(Want.WIDE, min(results, default=Want.LAST))] * len(eqn.invars)
             case Mode.LOW | Mode.RULE:
-                return [False] * len(eqn.invars)
+                return [Want.LOW] * len(eqn.invars)
             case Mode.FOLLOW if self._scales_down(eqn):
-                return [True] * len(eqn.invars)
+                return [max(Want.WIDE, *results)] * len(eqn.invars)
             case Mode.FOLLOW | Mode.WIDEST | Mode.ALIAS:  # they want what their results are wanted as
                 floats = [r for r, v in zip(results, eqn.outvars, strict=True) if float_dtype(v.aval) is not None]
                 narrows = decision.mode is Mode.ALIAS and not self.formats.may_lower(eqn.outvars[0])
-                return [all(floats) and not narrows] * len(eqn.invars)
+                return [Want.LOW if narrows else min(floats, default=Want.LAST)] * len(eqn.invars)
             case Mode.EACH:
                 return results
             case Mode.BUFFER:
-                return [decision.outs[0] is not LOW] * len(eqn.invars)
+                return [Want(decision.outs[0] is not LOW)] * len(eqn.invars)
             case Mode.ENTER:
                 return self._demands_of_bodies(eqn, decision, results, path)
 
-    def _demands_of_bodies(self, eqn: Any, decision: Decision, results: list[bool], path: Path) -> list[bool]:
+    def _demands_of_bodies(self, eqn: Any, decision: Decision, results: list[Want], path: Path) -> list[Want]:
         assert decision.entry is not None
         inner = path + scopes(eqn.source_info.name_stack)
-        wide = [True] * len(eqn.invars)
+        wants = [Want.LAST] * len(eqn.invars)
         results = _wanted_results(decision.entry, decision.outs, results)
         for body, ins in zip(decision.entry.bodies, decision.bodies, strict=True):
             magnified = results_of(body, decision.magnified)
-            wants = self._wants_of_body(body.jaxpr, ins, [results[r] for r in body.results], inner, magnified)
+            inside = self._wants_of_body(body.jaxpr, ins, [results[r] for r in body.results], inner, magnified)
             for operand, var in zip(body.operands, open_jaxpr(body.jaxpr).invars, strict=True):
-                wide[operand] &= wants.get(var, True)
+                wants[operand] = min(wants[operand], inside.get(var, Want.LAST))
         for operand, result in decision.entry.carries:
-            wide[operand] = decision.outs[result] is not LOW
-        return wide
+            wants[operand] = Want(decision.outs[result] is not LOW)
+        return wants
 
     def _wants_of_body(
         self,
         jaxpr: Jaxpr,
         ins: tuple[Sensitivity, ...],
-        outs: Sequence[bool],
+        outs: Sequence[Want],
         path: Path,
         magnified: tuple[bool, ...],
-    ) -> dict[Var, bool]:
+    ) -> dict[Var, Want]:
         decisions, _ = self.classifier.read(jaxpr, ins, path, magnified)
-        wanted = tuple(outs) or (True,) * len(open_jaxpr(jaxpr).outvars)
+        wanted = tuple(outs) or (Want.WIDE,) * len(open_jaxpr(jaxpr).outvars)
         key = (ins, wanted, path, magnified)
         return self._wanted.get(jaxpr, key, lambda: self._wants(jaxpr, decisions, wanted, path))
 
@@ -121,15 +132,15 @@ class Planner:
         self,
         jaxpr: Jaxpr,
         ins: Sequence[Value],
-        outs_wanted: Sequence[bool],
+        outs_wanted: Sequence[Want],
         path: Path,
         returned: Sequence[bool] = (),
         magnified: tuple[bool, ...] = (),
     ) -> Plan:
         """Plan `jaxpr` for operands `ins`.
 
-        `outs_wanted`: which results only float32 operations read; `returned`: which are results of the function;
-        `magnified`: which a decomposition or a solve reads.
+        `outs_wanted`: how its results are wanted; `returned`: which are results of the user's function; `magnified`:
+        which a decomposition or a solve reads.
         """
         key = (tuple(ins), tuple(outs_wanted), path, tuple(returned), magnified)
         return self._plans.get(jaxpr, key, lambda: self._plan(jaxpr, *key))
@@ -138,7 +149,7 @@ class Planner:
         self,
         jaxpr: Jaxpr,
         ins: tuple[Value, ...],
-        outs_wanted: Sequence[bool],
+        outs_wanted: Sequence[Want],
         path: Path,
         returned: tuple[bool, ...],
         magnified: tuple[bool, ...],
@@ -155,11 +166,12 @@ class Planner:
         steps, through = [], only_returned(body, returned) if any(returned) else set()
         scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)}
         for eqn, decision in zip(body.eqns, decisions, strict=True):
-            wanted = [wants.get(v, True) for v in eqn.outvars]
+            wanted = [wants.get(v, Want.LAST) for v in eqn.outvars]
             results = [v in through for v in eqn.outvars]
             if decision.mode is Mode.LOW:
-                cheap = wanted[0] and _is_cheap_when_wide(eqn, is_scaled=eqn.outvars[0] in scaled)
-                wanted = [cheap or results[0]] * len(wanted)
+                is_scaled = eqn.outvars[0] in scaled
+                cheap = wanted[0] is not Want.LOW and _is_cheap_when_wide(eqn, wanted[0], is_scaled)
+                wanted = [Want(cheap or results[0])] * len(wanted)
             step = self._step(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
@@ -172,7 +184,7 @@ class Planner:
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
 
     def _step(
-        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
     ) -> Step:
         """The step of an equation, from the decision on it and the formats that its operands are held in."""
         mode, outs, reason = decision.mode, decision.outs, decision.reason
@@ -206,7 +218,7 @@ class Planner:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
                 return written()
             case Mode.LOW:
-                return self._low_step(eqn, decision, ins, low(), wanted[0])
+                return self._low_step(eqn, decision, ins, low(), wanted[0] is not Want.LOW)
             case Mode.FOLLOW:
                 wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
                 held_wide = any(v.sensitivity is LOW and not v.is_low for v in ins)
@@ -302,7 +314,7 @@ class Planner:
         return lambda eqn, operands, params: apply_rule(rule, dtype, eqn, operands)
 
     def _step_into(
-        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[bool], returned: list[bool], path: Path
+        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
     ) -> Step:
         """The step of a higher-order equation, with the plans of its bodies."""
         assert decision.entry is not None
@@ -317,7 +329,7 @@ class Planner:
         plans = []
         for body, sensitivities in zip(entry.bodies, decision.bodies, strict=True):
             values = [Value(s, reads[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
-            outs_wanted = [wanted[r] for r in body.results] or [True] * len(open_jaxpr(body.jaxpr).outvars)
+            outs_wanted = [wanted[r] for r in body.results] or [Want.WIDE] * len(open_jaxpr(body.jaxpr).outvars)
             through = [returned[r] for r in body.results] if plain_call else ()
             magnified = results_of(body, decision.magnified)
             plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through, magnified))
@@ -366,21 +378,21 @@ def _name_readers(jaxpr: Jaxpr, steps: list[Step]) -> None:
         steps[i] = steps[i]._replace(reason=Reason(Why.READ_ONLY_BY, tuple(found)))
 
 
-def _wanted_results(entry: Entry, outs: Sequence[Sensitivity], wanted: Sequence[bool]) -> list[bool]:
+def _wanted_results(entry: Entry, outs: Sequence[Sensitivity], wanted: Sequence[Want]) -> list[Want]:
     """How a body's results are wanted: a carry in its dtype, a stacked result as small as it can be."""
     if not entry.carries:
         return list(wanted)
-    carried = {result: outs[result] is not LOW for _, result in entry.carries}
-    return [carried.get(result, False) for result in range(len(wanted))]
+    carried = {result: Want(outs[result] is not LOW) for _, result in entry.carries}
+    return [carried.get(result, Want.LOW) for result in range(len(wanted))]
 
 
-def _is_cheap_when_wide(eqn: Any, is_scaled: bool) -> bool:
+def _is_cheap_when_wide(eqn: Any, want: Want, is_scaled: bool) -> bool:
     """Whether a float32 result costs little: it is small next to what the matmul reads.
 
-    A result is written, read, and often kept for the backward pass. One that is scaled down right away may be larger,
-    because its range is at stake, and not only its precision.
+    A result is written, read, and often kept for the backward pass. There are few last results in a network, so those
+    may be larger than others; and products that are scaled down right away, because they may be out of range.
     """
-    times = 1 if is_scaled else 4
+    times = 1 if is_scaled else 4 if want is Want.LAST else 16
     return times * size_of(eqn.outvars[0].aval) <= max(size_of(v.aval) for v in eqn.invars[:2])
 
 

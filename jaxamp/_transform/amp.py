@@ -18,7 +18,7 @@ from .._compat import EARLY_INLINE, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
 from .._plan.classify import Classifier
 from .._plan.plan import Plan, Setting
-from .._plan.planner import Planner
+from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep, keeping_little, may_keep_little
 from .._plan.sensitivity import Value, sensitivity_of_argument
 from .call import Call, Result, split_call
@@ -56,8 +56,8 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
     setting = Setting(formats, options.keep)
     planner = Planner(Classifier(options.lookup, formats), setting, options.enabled(_passes.PLAN_PASSES))
     ins = [Value(sensitivity_of_argument(v.aval), formats.of_aval(v.aval)) for v in open_jaxpr(jaxpr).invars]
-    all_outs = [True] * len(open_jaxpr(jaxpr).outvars)
-    plan = planner.plan(jaxpr, ins, all_outs, call.path, returned=all_outs)
+    outs = len(open_jaxpr(jaxpr).outvars)
+    plan = planner.plan(jaxpr, ins, [Want.LAST] * outs, call.path, returned=[True] * outs)
     return Planned(plan, planner, results[-1])
 
 

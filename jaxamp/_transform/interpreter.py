@@ -18,7 +18,7 @@ from .._jaxpr import Memo, bind
 from .._plan.classify import Mode, Path
 from .._plan.higher_order import higher_order
 from .._plan.plan import Environment, Part, Plan
-from .._plan.planner import Planner
+from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep
 from .._plan.sensitivity import Value
 from .environment import Env
@@ -143,7 +143,7 @@ class Interpreter:
 
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: Path) -> Plan:
         """Plan the jaxpr of a derivative rule. The values that it saves are wanted small."""
-        return self._planner.plan(jaxpr, ins, [False] * len(open_jaxpr(jaxpr).outvars), path)
+        return self._planner.plan(jaxpr, ins, [Want.LOW] * len(open_jaxpr(jaxpr).outvars), path)
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""

@@ -11,7 +11,7 @@ from plans import held_in, plan_of, read_in, step
 from jaxamp._formats import Formats
 from jaxamp._plan.classify import Classifier
 from jaxamp._plan.plan import Setting
-from jaxamp._plan.planner import Planner
+from jaxamp._plan.planner import Planner, Want
 from jaxamp._plan.reasons import Reason, Why
 from jaxamp._plan.sensitivity import FREE, Value
 from jaxamp._transform.options import check_options
@@ -31,7 +31,7 @@ def test_planning_shared_bodies_costs_no_more_than_their_number():
     options = check_options(jnp.bfloat16, "default")
     jaxpr, formats = jax.make_jaxpr(fn)(W), Formats(options.compute_dtype)
     planner = Counting(Classifier(options.lookup, formats), Setting(formats))
-    planner.plan(jaxpr, [Value(FREE, formats.of(W.dtype))], [True], ())
+    planner.plan(jaxpr, [Value(FREE, formats.of(W.dtype))], [Want.WIDE], ())
     assert len(reads) < 100
 
 
