@@ -178,12 +178,12 @@ def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def amp_fn(*args: Any, **kwargs: Any) -> Any:
-        call, arrays = split_call(fn, args, kwargs)
+        call, arrays, nodes = split_call(fn, args, kwargs)
         if under_jit():  # the trace around us owns the cache
             outs, result = _flat(options, call)(*arrays)
         else:
             outs, result = (remembered if call.is_cacheable else compiled)(call)(*arrays)
-        return result.with_arrays(outs)
+        return result.with_arrays(outs, nodes)
 
     return amp_fn
 
