@@ -34,9 +34,9 @@ def check_unchanged(arguments: list[Argument], is_leaf: Callable[[Any], bool] | 
             continue
         if found is not None:
             raise ValueError(
-                f"the function changed its argument in place, at {argument.name}{jtu.keystr(found)}; expected arguments "
-                "that stay as they are, because amp traces the function on a copy and the change would be lost. Return "
-                "the new value, or work on a copy: `batch = {**batch, ...}` instead of `batch[...] = ...`."
+                f"the function changed its argument in place, at {argument.name}{jtu.keystr(found)}; expected "
+                "arguments that stay as they are, because jaxamp runs the function on a copy and the change would be "
+                "lost. Return the new value, or work on a copy: `batch = {**batch, ...}` instead of `batch[...] = ...`."
             )
 
 

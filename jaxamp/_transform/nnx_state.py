@@ -44,7 +44,8 @@ def open_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The method of a module, or a partial application to one, as a pytree with the module in it."""
     if loaded_nnx() is None or isinstance(fn, jtu.Partial):
         return fn
-    inner, args, kwargs = fn, tuple[Any, ...](), dict[str, Any]()
+    inner: Any = fn
+    args, kwargs = tuple[Any, ...](), dict[str, Any]()
     while True:
         if isinstance(inner, functools.partial):
             inner, args, kwargs = inner.func, (*inner.args, *args), {**inner.keywords, **kwargs}
@@ -159,8 +160,14 @@ def split_nodes(nodes: Sequence[Any]) -> Nodes:
 def _flatten(nodes: Sequence[Any], known: Any, outer: Any = None, with_paths: bool = False) -> tuple[Any, Any]:
     """The definition of a graph, and its leaves. `known` numbers the objects that were seen, and gets the new ones."""
     flatten = loaded_nnx().flatten
-    options = {"graph": True} if "graph" in inspect.signature(flatten).parameters else {}  # since Flax 0.12.4
+    options = {"graph": True} if _has_modes(flatten) else {}
     return flatten(tuple(nodes), with_paths=with_paths, ref_index=known, ref_outer_index=outer, **options)
+
+
+@functools.lru_cache
+def _has_modes(flatten: Callable[..., Any]) -> bool:
+    """Whether this Flax can treat objects as trees too. As graphs, nothing is lost in either mode."""
+    return "graph" in inspect.signature(flatten).parameters
 
 
 def _raw(leaf: Any) -> Any:

@@ -75,7 +75,7 @@ def test_state_moves_once_as_in_float32(redo, jitted):
 def test_aux_keywords_and_a_model_in_a_dict():
     model = Model(nnx.Rngs(0))
     grad_fn = jaxamp.dynamic_scale_grad(jaxamp.amp(loss_and_aux), has_aux=True, redo_on_nan=2)
-    scaler, (grads, aux) = grad_fn(model, X, y=Y, dynamic_scaler_state=jaxamp.DynamicScalerState())
+    scaler, (_, aux) = grad_fn(model, X, y=Y, dynamic_scaler_state=jaxamp.DynamicScalerState())
     assert aux["model"] is model
     assert aux["prediction"].dtype == jnp.float32
     assert int(model.drop.rngs.count[...]) == 1

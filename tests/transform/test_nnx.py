@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import optax
 import pytest
 from flax import errors as nnx_errors
 from flax import nnx
-from helpers import AMP, LOW, assert_same_bits, matmuls, near, normal, raises
+from helpers import AMP, LOW, assert_same_bits, matmuls, near, normal, raises, with_the_package
 
 import jaxamp
 from jaxamp._transform.call import split_call
@@ -101,12 +103,14 @@ NESTINGS = {
     "amp(value_and_grad), whole step": lambda wrap: wrap(train_step),
     "a keyword": step_with(lambda wrap: lambda m, x, y: wrap(nnx.value_and_grad(loss))(m, y=y, x=x)),
     "a dict": step_with(
-        lambda wrap: lambda m, x, y: wrap(lambda tree: nnx.value_and_grad(loss)(tree["m"], *tree["xy"]))(
-            {"m": m, "xy": (x, y)}
+        lambda wrap: (
+            lambda m, x, y: wrap(lambda tree: nnx.value_and_grad(loss)(tree["m"], *tree["xy"]))({"m": m, "xy": (x, y)})
         )
     ),
     "a method": step_with(lambda wrap: lambda m, x, y: nnx.value_and_grad(lambda m: wrap(m.loss)(x, y))(m)),
-    "a jitted method": step_with(lambda wrap: lambda m, x, y: nnx.value_and_grad(lambda m: wrap(m.jitted_loss)(x, y))(m)),
+    "a jitted method": step_with(
+        lambda wrap: lambda m, x, y: nnx.value_and_grad(lambda m: wrap(m.jitted_loss)(x, y))(m)
+    ),
     "a partial": step_with(
         lambda wrap: lambda m, x, y: nnx.value_and_grad(lambda m: wrap(functools.partial(loss, m))(x, y=y))(m)
     ),
@@ -397,29 +401,60 @@ def test_a_captured_model_that_sows_keeps_its_variables():
 # -- caching
 
 
-def test_eager_calls_are_traced_once():
+CACHED = {
+    "amp": lambda fn, model: functools.partial(AMP(fn), model),
+    "amp(jit)": lambda fn, model: functools.partial(AMP(nnx.jit(fn)), model),
+    "amp(value_and_grad)": lambda fn, model: functools.partial(AMP(nnx.value_and_grad(fn)), model),
+    "value_and_grad(amp)": lambda fn, model: functools.partial(nnx.value_and_grad(AMP(fn)), model),
+    "jit(amp)": lambda fn, model: functools.partial(nnx.jit(AMP(fn)), model),
+    "a partial": lambda fn, model: AMP(functools.partial(fn, model)),
+    "a module": lambda fn, model: AMP(model),
+    "a method": lambda fn, model: AMP(model.loss),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_eager_calls_are_traced_once(name):
     traces = []
 
-    def fn(model, x, y):
+    class Counting(nnx.BatchNorm):
+        def __call__(self, x):
+            traces.append(None)
+            return super().__call__(x)
+
+        def loss(self, x):
+            return (self(x) ** 2).sum()
+
+    model = Counting(4, rngs=nnx.Rngs(0))
+    call = CACHED[name](lambda model, x: model.loss(x), model)
+    call(X)
+    first, before = len(traces), model.mean[...]
+    call(X)
+    call(X)
+    assert first == len(traces) > 0
+    assert not np.array_equal(model.mean[...], before)
+
+
+def test_a_whole_step_is_traced_once():
+    traces = []
+
+    @AMP
+    @nnx.jit
+    def step(model, optimizer, x, y):
         traces.append(None)
-        return loss(model, x, y)
+        return train_step(model, optimizer, x, y)
 
     model, optimizer = model_and_optimizer()
-    amp_fn = AMP(fn)
-    for _ in range(3):
-        amp_fn(model, X, Y)
-    # The first call turns the Python number in `calls` into an array of a weak type, as nnx.jit does.
-    assert len(traces) <= 2
-    traces.clear()
-    amp_jitted = AMP(nnx.jit(lambda model, optimizer, x, y: (fn(model, x, y), train_step(model, optimizer, x, y))[0]))
-    for _ in range(3):
-        amp_jitted(model, optimizer, X, Y)
+    for _ in range(4):
+        step(model, optimizer, X, Y)
     assert len(traces) == 1
-    method = AMP(model.loss)
-    before = int(model.seen[...])
-    for _ in range(3):
-        method(X, Y)
-    assert int(model.seen[...]) == before + 3 * len(X)
+    assert int(optimizer.step[...]) == 4
+
+
+def test_flax_is_not_imported():
+    code = "import sys, jaxamp; jaxamp.amp(lambda d: d['x'] * 2)({'x': 1.0}); print('flax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], env=with_the_package(), capture_output=True, text=True)
+    assert out.stdout == "False\n", out.stderr
 
 
 # -- tools
