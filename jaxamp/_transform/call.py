@@ -141,7 +141,11 @@ class Split(NamedTuple):
 def split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Split:
     """A call and its arrays. `fn` may have some too: an Equinox module, a `jax.tree_util.Partial`, a method of NNX."""
     tree = _Tree.of((open_function(fn), args, kwargs))
-    nodes = split_nodes(tree.nodes) if tree.nodes else None
+    try:
+        nodes = split_nodes(tree.nodes) if tree.nodes else None
+    except TypeError:  # NNX can't take the object of a method apart, say a compiled Keras model: it stays as it is
+        tree = _Tree.of((fn, args, kwargs))
+        nodes = split_nodes(tree.nodes) if tree.nodes else None
     arrays, static, parts = _take_out((tree.leaves, nodes.values if nodes else []), _is_argument)
     path = scopes(current_name_stack())
     call = Call(tree.structure, parts, static, tuple(map(_kind, static)), path, nodes.graph if nodes else None)

@@ -25,8 +25,16 @@ def loaded_nnx() -> Any:
 
 def is_node(x: Any) -> bool:
     """Whether `x` is a module, an optimizer, a variable, or another object with state of NNX."""
-    nnx = loaded_nnx()
-    return nnx is not None and (isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x))
+    kind: Any = type(x)
+    return loaded_nnx() is not None and _is_node_type(kind)
+
+
+@functools.lru_cache(1024)
+def _is_node_type(kind: type) -> bool:
+    graph = loaded_nnx().graph
+    return issubclass(kind, loaded_nnx().Variable) or isinstance(
+        graph.get_node_impl_for_type(kind), graph.GraphNodeImpl
+    )
 
 
 def node_test() -> Callable[[Any], bool] | None:

@@ -115,6 +115,21 @@ def test_a_skipped_step(state_if_finite, jitted):
     assert float(jnp.abs(model.first.kernel[...] - before[1]["first"]["kernel"]).max()) > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_a_skipped_step_that_creates_a_variable():
+    class Sowing(nnx.BatchNorm):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "seen", x)
+            return super().__call__(x)
+
+    model = Sowing(4, momentum=0.5, rngs=nnx.Rngs(0))
+    grad_fn = jaxamp.dynamic_scale_grad(lambda m, x: jnp.sqrt(m(x) * 0).sum(), state_if_finite=True, redo_on_nan=1)
+    scaler, _ = grad_fn(model, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
+    assert not bool(scaler.finite)
+    assert np.array_equal(model.mean[...], np.zeros(4))
+    assert np.array_equal(model.seen.get_value()[0], X)
+
+
 def test_the_step_of_an_nnx_optimizer_is_its_own():
     model, expected = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     grads = nnx.grad(loss)(nnx.clone(model), X, Y)

@@ -371,6 +371,37 @@ def test_other_modes_of_nnx(mode, nesting):
     assert float(jnp.abs(found.mean[...]).max()) > 0
 
 
+def test_a_method_of_an_object_that_nnx_cant_take_apart():
+    """A compiled Keras model is one, if Keras makes its layers NNX modules: a dict in it has layers as keys."""
+
+    class Keyed(nnx.Module, pytree=False):
+        def __init__(self):
+            self.table = {object(): 1, object(): 2}
+
+        def __call__(self, x):
+            return x @ x.T
+
+    model = Keyed()
+    with raises(TypeError, "'<' not supported"):
+        nnx.split(model)
+    assert AMP(model.__call__)(X).dtype == jnp.float32
+    with raises(TypeError, "'<' not supported"):
+        AMP(lambda model, x: model(x))(model, X)
+
+
+def test_a_ref_beside_a_model():
+    def fn(model, ref, x):
+        ref[...] += 1.0
+        return model(x) @ x.T
+
+    ref, model = jax.new_ref(jnp.zeros(())), nnx.BatchNorm(4, momentum=0.5, rngs=nnx.Rngs(0))
+    amp_fn = AMP(fn)
+    for _ in range(2):
+        amp_fn(model, ref, X)
+    assert float(ref[...]) == 2.0
+    assert float(jnp.abs(model.mean[...]).max()) > 0
+
+
 # -- nothing is lost in silence
 
 
@@ -465,17 +496,24 @@ def without_keys(model):
 
 
 def test_tools_look_at_a_model_and_leave_it_as_it_is():
-    model = Model(nnx.Rngs(0))
+    class Small(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.linear = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 3, use_bias=False, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def fn(model, x):
+        return jnp.sum(model.linear(model.drop(model.norm(x))) ** 2)
+
+    model = Small(nnx.Rngs(0))
     before = without_keys(nnx.clone(model))
-    report = jaxamp.amp_report(loss, compute_dtype=jnp.bfloat16)(model, X, Y)
-    assert report.low_share == 1.0
-    jaxamp.assert_mixed(loss, (model, X, Y), compute_dtype=jnp.bfloat16)
-    jaxamp.find_overflow(loss)(model, X, Y)
-    comparison = jaxamp.compare(loss, compute_dtype=jnp.bfloat16)(model, X, Y)
-    names = {row.name for row in comparison.gradients}
-    assert names == {".first.kernel", ".last.kernel", ".last.bias", ".norm.scale", ".norm.bias"}
-    jaxamp.assert_amp_close(loss, (model, X, Y), compute_dtype=jnp.bfloat16)
+    assert jaxamp.amp_report(fn, compute_dtype=jnp.bfloat16)(model, X).low_share == 1.0
+    jaxamp.assert_mixed(fn, (model, X), compute_dtype=jnp.bfloat16)
+    jaxamp.find_overflow(fn)(model, X)
+    comparison = jaxamp.compare(fn, compute_dtype=jnp.bfloat16)(model, X)
+    assert {row.name for row in comparison.gradients} == {".linear.kernel", ".norm.scale", ".norm.bias"}
     with jax.enable_x64(True):
-        assert jaxamp.compare(loss, compute_dtype=jnp.bfloat16)(model, X, Y).gradients
-    assert jaxamp.bytes_kept(loss, compute_dtype=jnp.bfloat16)(model, X, Y).after > 0
+        wide = jaxamp.compare(fn, compute_dtype=jnp.bfloat16)(model, X)
+    assert wide.reference == "float64"
+    assert jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16)(model, X).after > 0
+    assert jaxamp.unmatched_keys(fn)(model, X) == []
     assert_same_bits(without_keys(model), before)
