@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jaxpr import along
 from .._transform.call import split_call
-from .._transform.nnx_state import loaded_nnx, node_test, nodes_of, split_nodes
+from .._transform.nnx_state import has_modules, loaded_nnx, node_test, nodes_of, split_nodes
 from .._tree import is_inexact_array, is_inexact_array_like, is_none
 from .cotangent import as_cotangent, scale_cotangent
 from .evaluation import Evaluation, evaluation_of
-from .nnx_snapshot import Snapshot, snapshot_of
+from .nnx_snapshot import snapshot_of
 from .state import DynamicScalerState, check_state
 from .step import scaler_step
 
@@ -170,15 +171,16 @@ def _dynamic_scale(
         transform: Any = jax.value_and_grad
         if filter:
             _check_first_argument(name, args)
-            transform = _nnx_value_and_grad if nodes_of(args[:1]) else eqx.filter_value_and_grad
+            transform = eqx.filter_value_and_grad
+            if nodes_of((args, f_kwargs)):
+                transform = functools.partial(_nnx_value_and_grad, name)
         else:
             _check_argnums(name, args, kwargs)
 
         def evaluate(scale: jax.Array, *args: Any, **f_kwargs: Any) -> Evaluation:
             def loss(*args: Any, **f_kwargs: Any) -> Any:
-                before = None if filter or not nodes_of(args) else snapshot_of(args)
-                value, aux = _split_loss(name, fun(*args, **f_kwargs), has_aux)
-                _check_no_state_changed(name, before)
+                out = fun(*args, **f_kwargs) if filter else _with_state_kept(name, fun, args, f_kwargs)
+                value, aux = _split_loss(name, out, has_aux)
                 used = as_cotangent(scale, value.dtype)
                 return scale_cotangent(name, value, used), (used, aux)
 
@@ -225,17 +227,31 @@ def _step(
     return state, results
 
 
-def _nnx_value_and_grad(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-    """`nnx.value_and_grad`, also for keyword arguments, which it would match with the signature of `loss`."""
+def _nnx_value_and_grad(name: str, loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """Differentiate the parameters of NNX modules, or the floats of any other first argument.
+
+    NNX objects among the other arguments, such as an `nnx.Rngs`, are updated too.
+    """
     nnx = loaded_nnx()
-
-    def of_three(first: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return loss(first, *others, **kwargs)
-
-    transformed = getattr(nnx, "compat", nnx).value_and_grad(of_three, has_aux=has_aux)  # in all modes of NNX
+    transform = getattr(nnx, "compat", nnx).value_and_grad  # the same in all modes of NNX
 
     def value_and_grad(first: Any, *others: Any, **kwargs: Any) -> Any:
-        return transformed(first, others, kwargs)
+        if has_modules(first):
+
+            def of_first(first: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return loss(first, *others, **kwargs)
+
+            return transform(of_first, has_aux=has_aux)(first, others, kwargs)
+        leaves, structure = jax.tree.flatten(first)
+        which = [i for i, x in enumerate(leaves) if eqx.is_inexact_array(x)]
+
+        def of_floats(floats: list[Any], others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            whole = along(lambda *xs: jax.tree.unflatten(structure, xs), leaves, which)(*floats)
+            return _with_state_kept(name, lambda first: loss(first, *others, **kwargs), (whole,), {})
+
+        out, grads = transform(of_floats, has_aux=has_aux)([leaves[i] for i in which], others, kwargs)
+        found = dict(zip(which, grads, strict=True))
+        return out, jax.tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])
 
     return value_and_grad
 
@@ -368,9 +384,10 @@ def _describe(x: Any) -> str:
 
 def _check_first_argument(name: str, args: tuple[Any, ...]) -> None:
     """Refuse a first argument without floats: Equinox would return no gradients, and that would count as finite."""
-    nodes = nodes_of(args[:1])
-    params = [x for _, x, trained in split_nodes(nodes).items() if trained] if nodes else []
-    leaves = [*jax.tree.leaves(args[:1], is_leaf=node_test()), *jax.tree.leaves(params)]
+    leaves = jax.tree.leaves(args[:1])
+    if has_modules(args[:1]):
+        params = [x for _, x, trained in split_nodes(nodes_of(args[:1])).items() if trained]
+        leaves = [*jax.tree.leaves(params), *jax.tree.leaves(args[:1], is_leaf=node_test())]
     if args and not any(map(eqx.is_inexact_array, leaves)):
         raise TypeError(
             f"{name} found no floating-point array in the first argument, of type {type(args[0]).__name__}; expected "
@@ -378,15 +395,18 @@ def _check_first_argument(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def _check_no_state_changed(name: str, before: Snapshot | None) -> None:
-    """Refuse new state in NNX objects with `filter=False`: `jax.value_and_grad` gives the function a copy of them."""
+def _with_state_kept(name: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on copies of NNX objects, and refuse new state in them, which would be lost."""
+    before = snapshot_of(args) if nodes_of(args) else None
+    out = fun(*args, **kwargs)
     changed = before.changed() if before else []
     if changed:
-        path = ".".join(map(str, changed[0][0][1:]))
+        path = ".".join(map(str, changed[0][0][1:])) or type(changed[0][1]).__name__
         raise ValueError(
-            f"{name} got a function that changes {path!r} of a Flax NNX object, with filter=False; expected objects "
-            "that stay as they are, because JAX gives the function a copy. Leave filter=False out."
+            f"{name} got a function that changes {path!r} of a Flax NNX object; expected objects that stay as they "
+            "are, because JAX gives the function a copy. Put the nnx.Module first, and leave filter=False out."
         )
+    return out
 
 
 def _check_argnums(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

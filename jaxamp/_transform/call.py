@@ -22,6 +22,7 @@ from .nnx_state import (
     Graph,
     Inside,
     Nodes,
+    has_modules,
     is_frozen_transform,
     is_node,
     node_test,
@@ -153,9 +154,9 @@ def split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Split:
 
 
 def floats_of_first(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
-    """Where the floats of the first argument are among the arrays of a call, and their paths. Of NNX: the parameters.
+    """Where the floats of the first argument are among the arrays of a call, and their paths.
 
-    The arrays of `fn` come first; the state of NNX objects comes last.
+    Of NNX modules, where the parameters are. The arrays of `fn` come first; the state of NNX objects comes last.
     """
     fn, first = open_function(fn), args[:1]
     leaves = jtu.tree_leaves_with_path(first, is_leaf=node_test())
@@ -164,11 +165,11 @@ def floats_of_first(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     found = {before + i: jtu.keystr(path[1:]) for i, (path, x) in enumerate(arrays) if _is_float(x)}
     if nodes_of(first):
         at = sum(map(_is_argument, _Tree.of((fn, args, kwargs)).leaves))
-        nodes = [path for path, x in leaves if is_node(x)]
+        nodes, all_floats = [path for path, x in leaves if is_node(x)], not has_modules(first)
         shared = split_nodes(nodes_of(fn))
         for i, (path, value, trained) in enumerate(split_nodes(nodes_of((fn, first))).items()):
             values = [x for x in jtu.tree_leaves(value) if _is_argument(x)]
-            if trained and i >= len(shared.leaves):
+            if (trained or all_floats) and i >= len(shared.leaves):
                 name = jtu.keystr(nodes[path[0] - len(nodes_of(fn))][1:]) + "".join(f".{key}" for key in path[1:])
                 found |= {at + k: name for k, x in enumerate(values) if _is_float(x)}
             at += len(values)

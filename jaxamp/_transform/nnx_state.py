@@ -48,6 +48,11 @@ def nodes_of(tree: Any) -> list[Any]:
     return [] if test is None else [x for x in jtu.tree_leaves(tree, is_leaf=test) if test(x)]
 
 
+def has_modules(tree: Any) -> bool:
+    """Whether a pytree has NNX objects other than variables, which an `nnx.State` has too."""
+    return any(not isinstance(x, loaded_nnx().Variable) for x in nodes_of(tree))
+
+
 def open_function(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The method of a module, or a partial application to one, as a pytree with the module in it."""
     if loaded_nnx() is None or isinstance(fn, jtu.Partial):

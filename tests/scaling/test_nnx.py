@@ -159,11 +159,38 @@ def test_any_transform_of_nnx(redo):
 def test_state_that_would_be_lost_is_refused():
     grad_fn = jaxamp.dynamic_scale_grad(jaxamp.amp(lambda m, x: m(x).sum()), filter=False)
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-    with raises(ValueError, "changes 'mean' of a Flax NNX object", "filter=False", "a copy", "Leave filter=False out"):
+    with raises(ValueError, "changes 'mean' of a Flax NNX object", "a copy", "Put the nnx.Module first"):
         grad_fn(norm, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
     linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     _, grads = grad_fn(linear, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
     assert near(grads.bias[...], np.full(4, 16.0))
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_parameters_as_a_state_beside_objects(redo):
+    """The functional style: an `nnx.State` is a pytree of floats, and other objects are updated."""
+    graphdef, state = nnx.split(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
+
+    def fn(state, x, *, rngs):
+        mask = jax.random.bernoulli(rngs.params(), 0.5, x.shape)
+        return jnp.sum(nnx.merge(graphdef, state["linear"])(x * mask) ** 2) * state["scale"]
+
+    given, rngs = {"linear": state, "scale": jnp.ones(()), "steps": jnp.int32(3)}, nnx.Rngs(params=3)
+    scaled = jaxamp.dynamic_scale_grad(jaxamp.amp(fn), redo_on_nan=redo)
+    _, grads = scaled(given, X, rngs=rngs, dynamic_scaler_state=jaxamp.DynamicScalerState())
+    expected = jax.grad(lambda given: fn(given, X, rngs=nnx.Rngs(params=3)), allow_int=True)(given)
+    assert grads["steps"] is None
+    assert isinstance(grads["linear"]["kernel"], nnx.Param)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves({**expected, "steps": None}), strict=True):
+        assert near(x, y, 2e-2)
+    assert int(rngs.params.count[...]) == 1
+
+    def changes(state, x):
+        state["kernel"][...] = state["kernel"][...] + 1
+        return x.sum() * state["kernel"][0, 0]
+
+    with raises(ValueError, "of a Flax NNX object", "a copy", "Put the nnx.Module first"):
+        jaxamp.dynamic_scale_grad(changes)(state, X, dynamic_scaler_state=jaxamp.DynamicScalerState())
 
 
 def test_a_model_without_parameters_is_refused():

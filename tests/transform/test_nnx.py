@@ -506,7 +506,9 @@ def test_tools_look_at_a_model_and_leave_it_as_it_is():
 
     model = Small(nnx.Rngs(0))
     before = without_keys(nnx.clone(model))
-    assert jaxamp.amp_report(fn, compute_dtype=jnp.bfloat16)(model, X).low_share == 1.0
+    shapes = nnx.eval_shape(lambda: Small(nnx.Rngs(0)))
+    for given in (model, shapes):
+        assert jaxamp.amp_report(fn, compute_dtype=jnp.bfloat16)(given, X).low_share == 1.0
     jaxamp.assert_mixed(fn, (model, X), compute_dtype=jnp.bfloat16)
     jaxamp.find_overflow(fn)(model, X)
     comparison = jaxamp.compare(fn, compute_dtype=jnp.bfloat16)(model, X)
