@@ -112,7 +112,8 @@ class Inside(NamedTuple):
         ref_map = loaded_nnx().graph.RefMap
         outer, known = ref_map((node, i) for i, node in self.index.items()), ref_map()
         definition, values = _flatten(self.nodes, known)
-        if definition == self.graph.definition:
+        in_place = all(self.index.get(i) is node for node, i in known.items())  # none was replaced or moved
+        if in_place and definition == self.graph.definition:
             changed = tuple(i for i, value in enumerate(values) if not _is_same(self.given[i], jtu.tree_flatten(value)))
             if all(self.graph.variables[i] for i in changed):
                 out, out_values = _flatten(returned, known, outer)

@@ -279,6 +279,26 @@ def test_a_model_in_a_dataclass_and_one_that_is_returned():
     new.kernel[...] = new.kernel[...] + 1  # belongs to the caller
 
 
+def test_parts_that_change_places_and_variables_that_are_replaced():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2))
+
+    def fn(pair, x):
+        pair.a, pair.b = pair.b, pair.a
+        pair.a.bias = nnx.Param(x[0])
+        return pair.a(x) @ x.T
+
+    pair = Pair()
+    a, b, bias, kernel = pair.a, pair.b, pair.b.bias, pair.a.kernel[...]
+    AMP(fn)(pair, X)
+    assert (pair.a is b, pair.b is a) == (True, True)
+    assert np.array_equal(a.kernel[...], kernel)
+    assert b.bias is not bias
+    assert np.array_equal(b.bias[...], X[0])
+    assert np.array_equal(bias[...], np.zeros(4))
+
+
 def test_arrays_and_numbers_without_a_variable():
     class Plain(nnx.Pytree):
         def __init__(self):
