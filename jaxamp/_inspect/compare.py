@@ -12,7 +12,6 @@ import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util as jtu
 
 from .._compat import Jaxpr
 from .._errors import summary
@@ -95,7 +94,7 @@ def compare(
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
                 expected = _gradient(pullbacks[0], wide, 1.0)
                 found = _gradient(pullbacks[1], program.arrays, scale)
-                paths = _paths(args[0])
+                paths = list(program.differentiated.values())
                 holding += [f"the gradient of {path}" for path, y in zip(paths, expected, strict=True) if _has_nan(y)]
                 gradients = [
                     Compared(path, "", None, str(x.dtype), error_of(np.asarray(x, np.float64) / scale, y))
@@ -156,8 +155,8 @@ def _reference(
     """The reference program, its operands, and notes."""
     if not _has_64_bits():
         return program.written, program.arrays, []
-    args, kwargs, fn = jax.tree.map(_widened, (args, kwargs, fn))
-    call, arrays = split_call(fn, args, kwargs)
+    call, arrays, _ = split_call(fn, args, kwargs)
+    arrays = [_widened(x) for x in arrays]
     try:
         return plan_call(options, call, arrays).plan.jaxpr, arrays, []
     except Exception as error:  # a function that names float32 may refuse others
@@ -169,8 +168,7 @@ def _has_64_bits() -> bool:
 
 
 def _widened(x: Any) -> Any:
-    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
-    return jnp.asarray(x, jnp.float64) if is_array and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:
@@ -182,12 +180,6 @@ def _gradient(pullback: Pullback, arrays: list[Any], scale: float) -> list[Any]:
 
 def _has_nan(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and bool(jnp.isnan(x).any())
-
-
-def _paths(tree: Any) -> list[str]:
-    leaves = jtu.tree_leaves_with_path(tree)
-    floats = [path for path, x in leaves if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
-    return [jtu.keystr(path) or "the argument" for path in floats]
 
 
 def _worst_first(rows: Sequence[Compared]) -> tuple[Compared, ...]:

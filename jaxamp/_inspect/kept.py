@@ -51,7 +51,7 @@ def bytes_kept(
             )
         program = program_of(options, fn, args, kwargs)
         return BytesKept(
-            *(pullback_of(jaxpr, program.differentiated).kept for jaxpr in (program.written, program.mixed))
+            *(pullback_of(jaxpr, list(program.differentiated)).kept for jaxpr in (program.written, program.mixed))
         )
 
     return kept

@@ -28,7 +28,7 @@ class Program(NamedTuple):
     mixed: Jaxpr
     ledger: Ledger
     arrays: list[Any]
-    differentiated: list[int]  # where the floats of the first argument are among the arrays
+    differentiated: dict[int, str]  # where the floats of the first argument are among the arrays, and their paths
     path: Path
 
     @property
@@ -42,7 +42,7 @@ class Program(NamedTuple):
             where = "the results have" if self.differentiated else "the first argument has"
             return [], [f"no backward pass: {where} no floating-point array"]
         try:
-            return [pullback_of(jaxpr, self.differentiated) for jaxpr in jaxprs], _note_on_sum(results[0])
+            return [pullback_of(jaxpr, list(self.differentiated)) for jaxpr in jaxprs], _note_on_sum(results[0])
         except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
             return [], [f"no backward pass: {summary(error)}"]
 
@@ -65,11 +65,10 @@ def _note_on_sum(aval: Any) -> list[str]:
 
 def program_of(options: Options, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """Trace a call and what `amp` makes of it. Nothing is computed."""
-    call, arrays = split_call(fn, args, kwargs)
+    call, arrays, _ = split_call(fn, args, kwargs)
     planned, ledger = plan_call(options, call, arrays), Ledger()
     run = functools.partial(run_plan, planned, ledger=ledger)
     mixed = jax.make_jaxpr(lambda *xs: run(xs))(*arrays)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Program(
-        name, options.compute_dtype, planned.plan, mixed, ledger, arrays, floats_of_first(fn, args), call.path
-    )
+    floats = floats_of_first(fn, args, kwargs)
+    return Program(name, options.compute_dtype, planned.plan, mixed, ledger, arrays, floats, call.path)

@@ -31,7 +31,7 @@ def unmatched_keys(
     options = check_options(compute_dtype, amp_policy)
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:
-        call, arrays = split_call(fn, args, kwargs)
+        call, arrays, _ = split_call(fn, args, kwargs)
         return unmatched(options, steps_of([plan_call(options, call, arrays).plan.steps]))
 
     return keys

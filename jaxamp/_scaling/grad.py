@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jaxpr import along
+from .._transform.call import split_call
+from .._transform.nnx_state import has_modules, loaded_nnx, node_test, nodes_of, split_nodes
 from .._tree import is_inexact_array, is_inexact_array_like, is_none
 from .cotangent import as_cotangent, scale_cotangent
 from .evaluation import Evaluation, evaluation_of
+from .nnx_snapshot import snapshot_of
 from .state import DynamicScalerState, check_state
 from .step import scaler_step
 
@@ -61,6 +65,7 @@ def dynamic_scale_grad(
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: Any = None,
+    state_if_finite: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Like `dynamic_scale_value_and_grad`, without the value: `(next_state, grads)`, or `(next_state, (grads, aux))`.
@@ -76,7 +81,7 @@ def dynamic_scale_grad(
     def assemble(value: Any, aux: Any, grads: Any) -> Any:
         return (grads, aux) if has_aux else grads
 
-    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, kwargs)
+    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, state_if_finite, kwargs)
 
 
 def dynamic_scale_value_and_grad(
@@ -86,6 +91,7 @@ def dynamic_scale_value_and_grad(
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: Any = None,
+    state_if_finite: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Differentiate a loss with dynamic loss scaling.
@@ -101,10 +107,13 @@ def dynamic_scale_value_and_grad(
             they never become finite, the last ones are returned as they are, the scale is lowered once, and `skipped`
             in the state counts the step. If the loss itself is not finite, no scale would help, and none is tried.
         filter: If `True`, differentiate the first argument's floating-point arrays, with
-            `equinox.filter_value_and_grad`. If `False`, use `jax.value_and_grad`, which takes `argnums`, `holomorphic`
-            and `allow_int`.
+            `equinox.filter_value_and_grad`; of a Flax NNX model the `nnx.Param`s, with `nnx.value_and_grad`. If
+            `False`, use `jax.value_and_grad`, which takes `argnums`, `holomorphic` and `allow_int`.
         axis_name: In `pmap` and `shard_map`, the axis or axes along which all devices take part in one step, so that
             they agree on whether it was finite. Not needed under `jit`, where sharded arrays are seen as a whole.
+        state_if_finite: What a step with non-finite gradients does to the state of Flax NNX objects, such as batch
+            statistics and the counters of dropout. If `False`, it moves on, once, as with `nnx.value_and_grad`; if
+            `True`, it stays as it was. Variables that the step has created stay in both cases.
         **kwargs: Passed to `jax.value_and_grad` if `filter` is `False`.
 
     Returns:
@@ -134,7 +143,7 @@ def dynamic_scale_value_and_grad(
     def assemble(value: Any, aux: Any, grads: Any) -> Any:
         return ((value, aux), grads) if has_aux else (value, grads)
 
-    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, kwargs)
+    return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, state_if_finite, kwargs)
 
 
 def _dynamic_scale(
@@ -145,6 +154,7 @@ def _dynamic_scale(
     redo_on_nan: int,
     filter: bool,
     axis_name: Any,
+    state_if_finite: bool,
     kwargs: dict[str, Any],
 ) -> Callable[..., Any]:
     """Differentiate `fun` with loss scaling; `assemble` arranges value, aux and gradients as the user gets them."""
@@ -155,28 +165,95 @@ def _dynamic_scale(
             f"differentiates the first argument: put it first, or write {name}(fun, filter=False, ...)."
         )
 
-    transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
-
     @_wraps_with_state(fun)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
+        transform: Any = jax.value_and_grad
         if filter:
             _check_first_argument(name, args)
+            transform = eqx.filter_value_and_grad
+            if nodes_of((args, f_kwargs)):
+                transform = functools.partial(_nnx_value_and_grad, name)
         else:
             _check_argnums(name, args, kwargs)
 
-        def evaluate(scale: jax.Array) -> Evaluation:
+        def evaluate(scale: jax.Array, *args: Any, **f_kwargs: Any) -> Evaluation:
             def loss(*args: Any, **f_kwargs: Any) -> Any:
-                value, aux = _split_loss(name, fun(*args, **f_kwargs), has_aux)
+                out = fun(*args, **f_kwargs) if filter else _with_state_kept(name, fun, args, f_kwargs)
+                value, aux = _split_loss(name, out, has_aux)
                 used = as_cotangent(scale, value.dtype)
                 return scale_cotangent(name, value, used), (used, aux)
 
             (value, (used, aux)), grads = transform(loss, has_aux=True, **kwargs)(*args, **f_kwargs)
             return evaluation_of(grads, used, axis_name, functools.partial(assemble, value, aux), value)
 
-        return scaler_step(evaluate, state, redo_on_nan)
+        return _step(evaluate, args, f_kwargs, state, redo_on_nan, state_if_finite)
 
     return scaled_grad
+
+
+def _step(
+    evaluate: Callable[..., Evaluation],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: DynamicScalerState,
+    redo_on_nan: int,
+    state_if_finite: bool = False,
+) -> tuple[DynamicScalerState, Any]:
+    """Evaluate, with retries, and return the scaler's next state and the results.
+
+    NNX objects get the state that the last evaluation leaves, however often it was repeated.
+    """
+    if not nodes_of((args, kwargs)):
+        return scaler_step(lambda scale: evaluate(scale, *args, **kwargs), state, redo_on_nan)
+    snapshot = snapshot_of((args, kwargs))
+    nodes = split_call(evaluate, args, kwargs).nodes
+
+    def evaluate_without_nodes(scale: jax.Array) -> Evaluation:
+        found: list[Evaluation] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found.append(evaluate(scale, *args, **kwargs))
+            return found[-1].results
+
+        call, arrays, _ = split_call(run, args, kwargs)
+        results = call(*arrays)
+        return found[-1]._replace(results=results)
+
+    state, (arrays, result) = scaler_step(evaluate_without_nodes, state, redo_on_nan)
+    results = result.with_arrays(arrays, nodes)
+    if state_if_finite:
+        snapshot.restore_unless(state.finite)
+    return state, results
+
+
+def _nnx_value_and_grad(name: str, loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """Differentiate the parameters of NNX modules, or the floats of any other first argument.
+
+    NNX objects among the other arguments, such as an `nnx.Rngs`, are updated too.
+    """
+    nnx = loaded_nnx()
+    transform = getattr(nnx, "compat", nnx).value_and_grad  # the same in all modes of NNX
+
+    def value_and_grad(first: Any, *others: Any, **kwargs: Any) -> Any:
+        if has_modules(first):
+
+            def of_first(first: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return loss(first, *others, **kwargs)
+
+            return transform(of_first, has_aux=has_aux)(first, others, kwargs)
+        leaves, structure = jax.tree.flatten(first)
+        which = [i for i, x in enumerate(leaves) if eqx.is_inexact_array(x)]
+
+        def of_floats(floats: list[Any], others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            whole = along(lambda *xs: jax.tree.unflatten(structure, xs), leaves, which)(*floats)
+            return _with_state_kept(name, lambda first: loss(first, *others, **kwargs), (whole,), {})
+
+        out, grads = transform(of_floats, has_aux=has_aux)([leaves[i] for i in which], others, kwargs)
+        found = dict(zip(which, grads, strict=True))
+        return out, jax.tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])
+
+    return value_and_grad
 
 
 def dynamic_scale_tx(
@@ -225,10 +302,11 @@ def dynamic_scale_tx(
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
-            def evaluate(scale: jax.Array) -> Evaluation:
+            def evaluate(scale: jax.Array, *f_args: Any, **f_kwargs: Any) -> Evaluation:
                 def scale_leaf(x: Any) -> Any:
                     return scale_cotangent(name, jnp.asarray(x), scale) if is_inexact_array(x) else x
 
+                @functools.wraps(fun, updated=())
                 def fun_with_scaled_cotangent(*f_args: Any, **f_kwargs: Any) -> Any:
                     out = fun(*f_args, **f_kwargs)
                     return (jax.tree.map(scale_leaf, out[0]), out[1]) if has_aux else jax.tree.map(scale_leaf, out)
@@ -239,7 +317,7 @@ def dynamic_scale_tx(
                 put_back = functools.partial(eqx.tree_at, grads_of, results, is_leaf=is_none)
                 return evaluation_of(grads_of(results), scale, axis_name, put_back)
 
-            return scaler_step(evaluate, state, redo_on_nan)
+            return _step(evaluate, f_args, f_kwargs, state, redo_on_nan)
 
         return scaled_fun
 
@@ -247,8 +325,9 @@ def dynamic_scale_tx(
 
 
 def _default_where(transform: Any, has_aux: bool) -> Callable[[Any], Any] | None:
-    """Pick the gradients out of the results of JAX's and Equinox's transforms; None if all results are gradients."""
-    if transform in (jax.value_and_grad, eqx.filter_value_and_grad):
+    """Pick the gradients out of the results of the libraries' transforms; None if all results are gradients."""
+    known = [jax.value_and_grad, eqx.filter_value_and_grad, getattr(loaded_nnx(), "value_and_grad", None)]
+    if transform in known:
         return lambda results: results[1]
     return (lambda results: results[0]) if has_aux else None
 
@@ -305,11 +384,29 @@ def _describe(x: Any) -> str:
 
 def _check_first_argument(name: str, args: tuple[Any, ...]) -> None:
     """Refuse a first argument without floats: Equinox would return no gradients, and that would count as finite."""
-    if args and not any(eqx.is_inexact_array(x) for x in jax.tree.leaves(args[0])):
+    leaves = jax.tree.leaves(args[:1])
+    if has_modules(args[:1]):
+        params = [x for _, x, trained in split_nodes(nodes_of(args[:1])).items() if trained]
+        leaves = [*jax.tree.leaves(params), *jax.tree.leaves(args[:1], is_leaf=node_test())]
+    if args and not any(map(eqx.is_inexact_array, leaves)):
         raise TypeError(
             f"{name} found no floating-point array in the first argument, of type {type(args[0]).__name__}; expected "
             "the parameters there. Put them first, or write filter=False and argnums=."
         )
+
+
+def _with_state_kept(name: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function on copies of NNX objects, and refuse new state in them, which would be lost."""
+    before = snapshot_of(args) if nodes_of(args) else None
+    out = fun(*args, **kwargs)
+    changed = before.changed() if before else []
+    if changed:
+        path = ".".join(map(str, changed[0][0][1:])) or type(changed[0][1]).__name__
+        raise ValueError(
+            f"{name} got a function that changes {path!r} of a Flax NNX object; expected objects that stay as they "
+            "are, because JAX gives the function a copy. Put the nnx.Module first, and leave filter=False out."
+        )
+    return out
 
 
 def _check_argnums(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

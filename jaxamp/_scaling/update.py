@@ -7,14 +7,16 @@ import equinox as eqx
 import jax
 import optax
 
+from .._transform.nnx_state import loaded_nnx
 from .._tree import cast_floating_like, check_bool, is_inexact_array, is_none, tree_where, wider_dtype
+from .nnx_snapshot import snapshot_of
 from .state import DynamicScalerState
 
 Model = TypeVar("Model")
 
 
 def update_if_finite(
-    model: Model, optimizer: optax.GradientTransformation, opt_state: Any, grads: Any, finite: Any, **extra_args: Any
+    model: Model, optimizer: Any, opt_state: Any = None, grads: Any = None, finite: Any = None, **extra_args: Any
 ) -> tuple[Model, Any]:
     """Take an optimizer step if the gradients are finite.
 
@@ -24,8 +26,9 @@ def update_if_finite(
     Args:
         model: The parameters: an Equinox module, or any pytree. Only floating-point arrays are updated.
         optimizer: Any Optax optimizer, initialised with `eqx.filter(model, eqx.is_inexact_array)`; for a pytree of
-            floating-point arrays, that is the model itself.
-        opt_state: Its state.
+            floating-point arrays, that is the model itself. Or an `nnx.Optimizer` of Flax, which holds its state: it
+            and the model are updated in place. Write `update_if_finite(model, optimizer, grads=grads, finite=finite)`.
+        opt_state: Its state; nothing for an `nnx.Optimizer`.
         grads: The unscaled gradients, as `dynamic_scale_grad` returns them. Clipping belongs in the optimizer, with
             `optax.chain`.
         finite: Whether to take the step, a scalar bool: `state.finite` of the scaler's next state, or
@@ -33,7 +36,7 @@ def update_if_finite(
         **extra_args: For optimizers that take more, such as `value=loss` for `optax.contrib.reduce_on_plateau`.
 
     Returns:
-        The model and the optimizer's state, in the dtypes they had.
+        The model and the optimizer's state, in the dtypes they had; for an `nnx.Optimizer`, the two objects.
 
     >>> import jax.numpy as jnp, jaxamp, optax
     >>> model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
@@ -52,6 +55,8 @@ def update_if_finite(
             "the state that came with these gradients."
         )
     check_bool("update_if_finite", finite, "update_if_finite(model, optimizer, opt_state, grads, state.finite)")
+    if isinstance(optimizer, getattr(loaded_nnx(), "Optimizer", ())):
+        return _update_nnx(model, optimizer, opt_state, grads, finite, extra_args)
     params, static = eqx.partition(model, is_inexact_array)
     instead = "Pass what dynamic_scale_grad returned, without aux."
     _check_same_structure("gradients", _structure_of(grads), _structure_of(model), instead)
@@ -62,6 +67,20 @@ def update_if_finite(
     new_params = jax.tree.map(_add, params, updates, is_leaf=is_none)
     new_state = cast_floating_like(new_state, opt_state)  # float32 gradients widen the moments of float16 parameters
     return eqx.combine(tree_where(finite, new_params, params), static), tree_where(finite, new_state, opt_state)
+
+
+def _update_nnx(model: Any, optimizer: Any, opt_state: Any, grads: Any, finite: Any, extra_args: Any) -> Any:
+    """Take the step, and give the variables their values back if it should not have been taken."""
+    if opt_state is not None or grads is None:
+        raise TypeError(
+            "update_if_finite got an nnx.Optimizer and an opt_state; expected none, because the optimizer holds its "
+            "state. Write update_if_finite(model, optimizer, grads=grads, finite=state.finite)."
+        )
+    snapshot = snapshot_of((model, optimizer))
+    args = (grads,) if isinstance(optimizer, loaded_nnx().ModelAndOptimizer) else (model, grads)
+    optimizer.update(*args, **extra_args)
+    snapshot.restore_unless(finite)
+    return model, optimizer
 
 
 def _check_same_structure(what: str, given: Any, expected: Any, instead: str) -> None:

@@ -126,7 +126,7 @@ def amp(
 
     Args:
         fn: The function: any JAX code, with any pytrees as arguments and results. Leaves that are not arrays (Python
-            numbers, strings, functions) are constants of the trace.
+            numbers, strings, functions) are constants of the trace. Flax NNX objects are updated in place.
         compute_dtype: The low precision dtype, `float16` or `bfloat16`; `float32` leaves the function as it is.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `torch`), or the path of a TOML table.
@@ -157,6 +157,7 @@ def amp(
     - A `jax.custom_vjp` or `jax.custom_jvp` function that is defined inside of `fn` and closes over an argument of `fn`
       can't be differentiated from outside, as with `grad(jit(fn))`. Pass the value as an argument, or write
       `amp(grad(fn))`.
+    - The function may not change its arguments in place, except NNX objects and `jax.Ref`s.
     - Called outside of `jit`, the function is compiled once for each structure of its arguments, as with `jax.jit`: its
       Python side effects happen when it is traced.
     """
@@ -178,12 +179,12 @@ def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def amp_fn(*args: Any, **kwargs: Any) -> Any:
-        call, arrays = split_call(fn, args, kwargs)
+        call, arrays, nodes = split_call(fn, args, kwargs)
         if under_jit():  # the trace around us owns the cache
             outs, result = _flat(options, call)(*arrays)
         else:
             outs, result = (remembered if call.is_cacheable else compiled)(call)(*arrays)
-        return result.with_arrays(outs)
+        return result.with_arrays(outs, nodes)
 
     return amp_fn
 

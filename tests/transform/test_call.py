@@ -17,7 +17,7 @@ def fn(params, x, *, scale=1.0, name=None):
 
 
 def test_arrays_are_taken_out_and_put_back():
-    call, arrays = split_call(fn, ({"w": W}, 2.0), {"scale": np.float32(3), "name": "a"})
+    call, arrays, _ = split_call(fn, ({"w": W}, 2.0), {"scale": np.float32(3), "name": "a"})
     assert [x.shape for x in arrays] == [(4, 4), ()]
     outs, result = call(*arrays)
     assert len(outs) == 1
@@ -59,6 +59,7 @@ def test_what_may_be_cached(function, cacheable):
 def test_where_the_floats_of_the_first_argument_are():
     module = eqx.nn.Linear(4, 4, key=jax.random.key(0))
     params = {"n": jnp.arange(3), "w": W, "name": "a"}
-    assert floats_of_first(fn, (params, W)) == [1]
-    assert floats_of_first(module, (params, W)) == [3]
-    assert floats_of_first(fn, ()) == []
+    assert floats_of_first(fn, (params, W), {}) == {1: "['w']"}
+    assert floats_of_first(module, (params, W), {}) == {3: "['w']"}
+    assert floats_of_first(fn, (W,), {}) == {0: "the argument"}
+    assert floats_of_first(fn, (), {}) == {}
