@@ -141,6 +141,57 @@ def primitives() -> dict[str, Primitive]:
     }
 
 
+def push_forward(
+    fun: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The results of a function and their tangents; None for a symbolic zero.
+
+    Private in 0.10 to 0.12: `jax.jvp` returns arrays of zeros.
+    """
+    from jax._src import core
+    from jax._src.interpreters import ad
+
+    with core.take_current_trace() as outer:
+        trace = ad.JVPTrace(outer, core.TraceTag())
+        with core.set_current_trace(trace):
+            outs = fun(*(ad.maybe_jvp_tracer(trace, x, t) for x, t in zip(primals, tangents, strict=True)))
+        pairs = [trace.to_primal_tangent_pair(out) for out in outs]
+    return [x for x, _ in pairs], [None if isinstance(t, ad.Zero) else t for _, t in pairs]
+
+
+def pull_back(vjp: Any, operands: Sequence[Any], cotangents: Any) -> list[Any]:
+    """What a function from `jax.vjp` makes of cotangents, which may be `ad.Zero`; None for a symbolic zero.
+
+    `operands`: the types of what it differentiates by. Private in 0.10 to 0.12: called, such a function returns arrays
+    of zeros.
+    """
+    from jax._src.interpreters import ad
+
+    sums = [ad.ValAccum(aval.to_ct_aval()) for aval in operands]
+    vjp.with_refs(*sums)(cotangents)
+    return [None if isinstance(ct, ad.Zero) else ct for ct in (each.freeze() for each in sums)]
+
+
+def bound_axes() -> Any:
+    """The named axes that collectives may name here. Private in 0.10 to 0.12."""
+    from jax._src import core
+
+    return core.get_axis_env()
+
+
+@contextlib.contextmanager
+def binding_axes(axes: Any) -> Iterator[None]:
+    """Bind the named axes that `bound_axes` found elsewhere. Private in 0.10 to 0.12."""
+    from jax._src import core
+
+    around = core.get_axis_env()
+    core.trace_ctx.set_axis_env(axes)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(around)
+
+
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
-from .._compat import Jaxpr, open_jaxpr, own_lines, without_consts
+from .._compat import Jaxpr, binding_axes, bound_axes, open_jaxpr, own_lines, pull_back, push_forward, without_consts
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
@@ -101,15 +102,25 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         differentiated = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            return jax.jvp(along(_as_written(eqn), xs, differentiated), [xs[i] for i in differentiated], ts)
+        moved: list[int] = []  # the results whose tangents are not zero
+
+        def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
+            of_some = along(_as_written(eqn), xs, differentiated)
+            out, found = push_forward(of_some, [xs[i] for i in differentiated], ts)
+            moved[:] = [i for i, t in enumerate(found) if t is not None]
+            return [*out, *(found[i] for i in moved)]
 
         avals = [v.aval for v in eqn.invars]
         with own_lines():
             traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in differentiated])
         inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path)
-        out = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
-        return _cast_all(out[:results], plan.outs), _cast_all(out[results:], plan.outs)
+        made = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
+        out = _cast_all(made[:results], plan.outs)
+        found = dict(zip(moved, made[results:], strict=True))
+        return out, [
+            cast(found[i], plan.outs[i].dtype) if i in found else SymbolicZero(jax.typeof(x).to_tangent_aval())
+            for i, x in enumerate(out)
+        ]
 
     fun.defjvp(jvp, symbolic_zeros=True)
     return fun(*operands)
@@ -136,22 +147,37 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
             traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
-        # The backward rule is traced here, where the axes that its collectives name are bound.
-        tree, cotangents = jtu.tree_structure(shapes[1]), [v.aval.to_tangent_aval() for v in eqn.outvars]
-        with own_lines():
-            back = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(tree, leaves)(cts))(
-                traced.out_avals[results:], cotangents
-            )
-        incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in plan.outs]
-        back_plan = rewriter.plan(back, [*inside.outs[results:], *incoming], plan.path)
-        return _cast_all(out[:results], plan.outs), jtu.Partial(_Saved(differentiated, back_plan), *out[results:])
+        tree, avals, values = jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:]
+        saved = _Saved(differentiated, tree, avals, values, bound_axes())
+        return _cast_all(out[:results], plan.outs), jtu.Partial(saved, *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """The user's rule is traced here, where it is known which cotangents are zero, and told so as by JAX.
+
+        If all are zero it is not called.
+        """
         saved: _Saved = residuals.func
-        cotangents = [_instantiate(c, o.dtype) for c, o in zip(cotangents, plan.outs, strict=True)]
-        out = dict(
-            zip(saved.differentiated, rewriter.evaluate(saved.plan, [*residuals.args, *cotangents]), strict=True)
-        )
+        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
+        given = [i for i, c in enumerate(cotangents) if not isinstance(c, SymbolicZero)]
+        known: list[int] = []  # the operands whose cotangents are not zero
+
+        def pullback(leaves: Sequence[Any], some: Sequence[Any]) -> list[Any]:
+            cts = [ad.Zero(aval) for aval in avals]
+            for i, ct in zip(given, some, strict=True):
+                cts[i] = ct
+            operands = [eqn.invars[i].aval for i in saved.differentiated]
+            found = pull_back(jtu.tree_unflatten(saved.tree, leaves), operands, cts)
+            known[:] = [i for i, ct in zip(saved.differentiated, found, strict=True) if ct is not None]
+            return [ct for ct in found if ct is not None]
+
+        with binding_axes(saved.axes):
+            with own_lines():
+                traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
+            outs = [plan.outs[i] for i in given]
+            incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
+            inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
+            some = [cast(cotangents[i], o.dtype) for i, o in zip(given, outs, strict=True)]
+            out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
     fun.defvjp(forward, backward, symbolic_zeros=True)
@@ -174,16 +200,14 @@ def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Saved:
-    """What is known of the backward rule while tracing: the operands that it differentiates by, and its plan."""
+    """What is known of the backward rule after the forward rule: the operands that it differentiates by, and how the
+    user's function of the cotangents is built from the residuals, with their types and formats."""
 
     differentiated: tuple[int, ...]
-    plan: Any
+    tree: Any
+    avals: Sequence[Any]
+    values: Sequence[Value]
+    axes: Any  # that collectives may name: a vmapped backward rule runs where `vmap` has unbound its axis
 
     def __call__(self, *args: Any) -> None:
         """A `Partial` wants a callable; this one is a label."""
-
-
-def _instantiate(cotangent: Any, dtype: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent if dtype is None else cast(cotangent, dtype)
