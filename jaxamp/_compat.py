@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jec
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
+from jax.interpreters.ad import Zero
 
 Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
 Literal = jec.Literal
@@ -156,7 +157,7 @@ def push_forward(
         with core.set_current_trace(trace):
             outs = fun(*(ad.maybe_jvp_tracer(trace, x, t) for x, t in zip(primals, tangents, strict=True)))
         pairs = [trace.to_primal_tangent_pair(out) for out in outs]
-    return [x for x, _ in pairs], [None if isinstance(t, ad.Zero) else t for _, t in pairs]
+    return [x for x, _ in pairs], [None if isinstance(t, Zero) else t for _, t in pairs]
 
 
 def pull_back(vjp: Any, operands: Sequence[Any], cotangents: Any) -> list[Any]:
@@ -169,7 +170,7 @@ def pull_back(vjp: Any, operands: Sequence[Any], cotangents: Any) -> list[Any]:
 
     sums = [ad.ValAccum(aval.to_ct_aval()) for aval in operands]
     vjp.with_refs(*sums)(cotangents)
-    return [None if isinstance(ct, ad.Zero) else ct for ct in (each.freeze() for each in sums)]
+    return [None if isinstance(ct, Zero) else ct for ct in (each.freeze() for each in sums)]
 
 
 def bound_axes() -> Any:

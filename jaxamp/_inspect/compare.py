@@ -22,10 +22,11 @@ from .._transform.amp import plan_call
 from .._transform.call import split_call
 from .._transform.ledger import Ledger
 from .._transform.options import Options, PolicyLike, check_function, check_options
+from .check import no_gradient
 from .comparison import GRADIENTS, Compared, Comparison, error_of
 from .location import Place
 from .matching import Matcher, Recorder
-from .program import Program, program_of
+from .program import Program, Pullbacks, program_of
 from .pullback import Pullback
 from .walk import Walker
 
@@ -87,14 +88,14 @@ def compare(
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
         holding = [f"result {i}" for i, y in enumerate(expected) if _has_nan(y)]
-        gradients = []
+        gradients, pullbacks = [], Pullbacks([], [])
         if backward:
-            pullbacks, more = program.pullbacks(written, program.mixed)
-            notes += more
-            if pullbacks:
+            pullbacks = program.pullbacks(written, program.mixed)
+            notes += pullbacks.notes
+            if pullbacks.found:
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
-                expected = _gradient(pullbacks[0], wide, 1.0)
-                found = _gradient(pullbacks[1], program.arrays, scale)
+                expected = _gradient(pullbacks.found[0], wide, 1.0)
+                found = _gradient(pullbacks.found[1], program.arrays, scale)
                 paths = _paths(args[0])
                 holding += [f"the gradient of {path}" for path, y in zip(paths, expected, strict=True) if _has_nan(y)]
                 gradients = [
@@ -112,6 +113,7 @@ def compare(
             _worst_first(matcher.rows),
             recorder.ranges,
             tuple(notes),
+            pullbacks.error,
         )
 
     return compared
@@ -126,6 +128,8 @@ def assert_amp_close(
     **amp_options: Any,
 ) -> None:
     """Assert, in a test of your own, that results and gradients of `amp(fn)` are near those of `fn`.
+
+    A backward pass that can't be traced is a failure. Pass `backward=False` if none is wanted.
 
     Args:
         fn: The function that you would pass to `amp`.
@@ -144,6 +148,8 @@ def assert_amp_close(
         for kind, row in rows
         if not row.error.relative <= rtol
     ]
+    if found.backward_error is not None:
+        far.append(no_gradient(found.backward_error))
     if far:
         raise AssertionError(
             "\n- ".join([f"{found.name} in {found.compute_dtype} is not near {found.reference}:", *far])

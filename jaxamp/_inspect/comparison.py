@@ -60,6 +60,7 @@ class Comparison:
     operations: tuple[Compared, ...]
     ranges: dict[str, Range]  # by scope, and of GRADIENTS: which powers of two the values of the reference have
     notes: tuple[str, ...]
+    backward_error: str | None = None  # what was raised when the backward pass was traced
 
     @property
     def scopes(self) -> tuple[Compared, ...]:
@@ -78,7 +79,7 @@ class Comparison:
             return row._asdict() | {"error": error, "source": None if row.source is None else row.source._asdict()}
 
         lists = {name: [plain(r) for r in getattr(self, name)] for name in ("results", "gradients", "operations")}
-        head = {name: getattr(self, name) for name in ("name", "compute_dtype", "reference")}
+        head = {name: getattr(self, name) for name in ("name", "compute_dtype", "reference", "backward_error")}
         ranges = {scope: {"zeros": r.zeros, "powers": dict(r.powers)} for scope, r in self.ranges.items()}
         return head | lists | {"ranges": ranges, "notes": list(self.notes)}
 

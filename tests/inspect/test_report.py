@@ -446,3 +446,28 @@ def test_a_report_leaves_amp_as_it_is():
     assert str(jax.make_jaxpr(jax.grad(mixed))(*NET)) == before
     hlo = jax.jit(mixed).lower(*NET).as_text(debug_info=True)
     assert "jaxamp:" not in hlo
+
+
+def test_a_gradient_that_cannot_be_traced_fails_the_check():
+    def loop(w, x):
+        return jnp.sum(lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c @ w, x))
+
+    report = amp_report(loop, compute_dtype=jnp.bfloat16)(W, X)
+    assert report.backward_error.startswith("ValueError: Reverse-mode differentiation does not work")
+    assert report.notes == (f"no backward pass: {report.backward_error}",)
+    assert report.to_dict()["backward_error"] == report.backward_error
+    with pytest.raises(AssertionError, match=r"can't be traced.*: ValueError: Reverse-mode .* pass backward=False"):
+        jaxamp.assert_mixed(loop, (W, X), compute_dtype=jnp.bfloat16)
+    jaxamp.assert_mixed(loop, (W, X), compute_dtype=jnp.bfloat16, backward=False)
+
+
+def test_a_gradient_that_fails_under_amp_alone_says_so(monkeypatch):
+    monkeypatch.setattr("jaxamp._plan.rewrites.pull_back", lambda *_: 1 / 0)
+    square = jax.custom_vjp(lambda w: w @ w)
+    square.defvjp(lambda w: (w @ w, w), lambda w, g: (g @ w,))
+    report = amp_report(lambda w: jnp.sum(square(w)), compute_dtype=jnp.bfloat16)(W)
+    assert report.backward_error == "ZeroDivisionError: division by zero (under amp alone: please report it)"
+
+
+def test_what_has_nothing_to_differentiate_passes_the_check():
+    jaxamp.assert_mixed(lambda n, w: jnp.argmax(w @ w) + n, (1, W), compute_dtype=jnp.bfloat16)
