@@ -29,7 +29,8 @@ _TEXTS = {
     Why.OTHER_RESULT_DTYPE: "another result dtype as written",
     Why.ASKS_FOR_PRECISION: "asks for precision={}; without that argument it would be lowered",
     Why.SETTING_ASKS_FOR_PRECISION: (
-        "jax_default_matmul_precision = {!r} asks for precision; set it to None. A library that you import may set it"
+        "jax_default_matmul_precision = {!r} asks for precision; unset it with jax.config.update. "
+        "A library that you import may have set it"
     ),
     Why.OUTER_PRODUCT: "an outer product",
     Why.USERS_CAST: "the user's cast",

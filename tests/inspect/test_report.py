@@ -503,8 +503,8 @@ def test_who_asks_for_precision():
     assert reasons(asked, X, W)["dot_general"] == by_operation
     with jax.default_matmul_precision("float32"):
         assert reasons(lambda x, w: x @ w, X, W)["dot_general"] == (
-            "jax_default_matmul_precision = 'float32' asks for precision; set it to None. "
-            "A library that you import may set it"
+            "jax_default_matmul_precision = 'float32' asks for precision; unset it with jax.config.update. "
+            "A library that you import may have set it"
         )
     with jax.default_matmul_precision("tensorfloat32"):
         assert reasons(lambda x, w: x @ w, X, W)["dot_general"] == "policy table"
