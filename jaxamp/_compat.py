@@ -26,6 +26,9 @@ user_context = source_info_util.user_context
 # `inline=True` stopped inlining while tracing in 0.11.2, where the enum appeared.
 EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
+# The parameter of `lax.composite` that holds its decomposition.
+COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
+
 # The class of a user's `jax.named_scope` in a name stack; `jvp(...)` and the like are of another class. Not exported.
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 # `jax.checkpoint` adds these as if a user had opened them.
@@ -191,6 +194,27 @@ def binding_axes(axes: Any) -> Iterator[None]:
         yield
     finally:
         core.trace_ctx.set_axis_env(around)
+
+
+def jet_knows(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Give `jax.experimental.jet`, if it is imported, `rule(jet_rules, primals, series, **params)` for a primitive.
+
+    There is no public way to do so in 0.10 to 0.12. A rule that is there already is kept.
+    """
+    module = sys.modules.get("jax.experimental.jet")
+    if module is not None:
+        module.jet_rules.setdefault(primitive, functools.partial(rule, module.jet_rules))
+
+
+def jet_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule for `jet_knows` of a primitive that does what a function of its operands and parameters does."""
+
+    def rule(rules: Any, primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
+        from jax.experimental.jet import jet
+
+        return jet(lambda *xs: function(*xs, **params), primals, series, factorial_scaled=False)
+
+    return rule
 
 
 def under_jit() -> bool:

@@ -184,6 +184,33 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     return fun(*operands)
 
 
+def rewrite_custom_vmap(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """The user's rule is kept: it is traced as written, and rewritten like the body."""
+    plan, tree, rewriter = step.bodies[0], eqn.params["in_tree"], rewriter.fresh()
+    fun = jax.custom_batching.custom_vmap(lambda *xs: rewriter.evaluate(plan, xs))
+
+    @fun.def_vmap
+    def rule(size: int, in_batched: Sequence[bool], *xs: Any) -> tuple[list[Any], list[bool]]:
+        flags: list[bool] = []
+
+        def batched(*xs: Any) -> list[Any]:
+            mapped = jtu.tree_unflatten(tree, in_batched)
+            outs, out_batched = eqn.params["rule"](size, list(mapped), *jtu.tree_unflatten(tree, xs))
+            flags[:] = jtu.tree_leaves(out_batched)
+            return jtu.tree_leaves(outs)
+
+        avals = [
+            v.aval.update(shape=(size, *v.aval.shape), sharding=None) if is_mapped else v.aval
+            for v, is_mapped in zip(eqn.invars, in_batched, strict=True)
+        ]
+        with own_lines():
+            traced = jax.make_jaxpr(batched)(*avals)
+        inside = rewriter.plan(traced, plan.ins, plan.path)
+        return _cast_all(rewriter.evaluate(inside, xs), plan.outs), flags
+
+    return list(fun(*operands))
+
+
 def _as_written(eqn: Any) -> Callable[..., list[Any]]:
     return lambda *operands: bind(eqn, operands)
 
