@@ -7,7 +7,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
@@ -215,6 +215,46 @@ def jet_of(function: Callable[..., Any]) -> Callable[..., Any]:
         return jet(lambda *xs: function(*xs, **params), primals, series, factorial_scaled=False)
 
     return rule
+
+
+class Hi(NamedTuple):
+    """The inside of a `call_hi_primitive`, which is 0.12's form of several primitives."""
+
+    kind: str  # checkpoint, custom_jvp, custom_vjp, name
+    name: str
+    jaxpr: Jaxpr
+    num_consts: int = 0  # how many leading operands a user's function closes over
+
+
+def inside_hi(hi: Any) -> Hi | None:
+    """The inside of the `_prim` of a `call_hi_primitive` (0.11.2 and newer); None if it is not to be entered."""
+    kind = type(hi).__name__
+    if kind == "RematTraced":
+        return Hi("checkpoint", "", hi.jaxpr)
+    if kind in ("CheckpointName", "CheckpointNameFwd"):
+        return Hi("name", hi.name, _identity_jaxpr(hi.in_avals_flat[0]))
+    if kind not in ("CustomJVPTraced", "CustomVJPTraced") or consts_of(hi.traced.jaxpr):
+        return None
+    is_vjp, consts = kind == "CustomVJPTraced", len(jax.tree.leaves(hi.in_avals[0]))
+    if is_vjp and jax.tree.leaves(hi.in_avals[1]):  # operands of its forward rule alone
+        return None
+    return Hi("custom_vjp" if is_vjp else "custom_jvp", hi.traced.fun_name, hi.traced.jaxpr, consts)
+
+
+@functools.cache
+def _identity_jaxpr(aval: Any) -> Jaxpr:
+    return jax.make_jaxpr(lambda x: x)(aval)
+
+
+def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int) -> Any:
+    """The `_prim` of a checkpoint with another jaxpr, which takes more constants first."""
+    flags = hi.prevent_cse
+    return type(hi)(jaxpr, hi.policy, (False,) * consts + flags if isinstance(flags, tuple) else flags)
+
+
+def with_hi_name(hi: Any, aval: Any) -> Any:
+    """The `_prim` of a `checkpoint_name` for a value of another type."""
+    return type(hi)(hi.name, aval)
 
 
 def under_jit() -> bool:

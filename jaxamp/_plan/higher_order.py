@@ -11,11 +11,12 @@ import functools
 from typing import Any, NamedTuple
 
 from .._compat import COMPOSITE_BODY, Primitive, primitives
-from .bodies import Describe, Entry, call, describe_cond, describe_scan, describe_shard_map, describe_while
+from .bodies import Describe, Entry, call, describe_cond, describe_hi, describe_scan, describe_shard_map, describe_while
 from .evaluations import (
     Evaluate,
     evaluate_call,
     evaluate_cond,
+    evaluate_hi,
     evaluate_scan,
     evaluate_supposed_call,
     evaluate_while,
@@ -27,6 +28,7 @@ from .rewrites import (
     rewrite_custom_jvp,
     rewrite_custom_vjp,
     rewrite_custom_vmap,
+    rewrite_hi,
     rewrite_inline,
     rewrite_scan,
     rewrite_shard_map,
@@ -60,6 +62,7 @@ def _builtin() -> dict[Primitive, HigherOrder]:
         "custom_vjp_call": HigherOrder(call("call_jaxpr", lazy=True), rewrite_custom_vjp, evaluate_call("call_jaxpr")),
         "custom_vmap_call": HigherOrder(call("call"), rewrite_custom_vmap, evaluate_call("call")),
         "composite": HigherOrder(call(COMPOSITE_BODY), rebind, evaluate_call(COMPOSITE_BODY)),
+        "call_hi_primitive": HigherOrder(describe_hi, rewrite_hi, evaluate_hi),  # since 0.11.2
         "shard_map": HigherOrder(describe_shard_map, rewrite_shard_map),
     }
     known = primitives()

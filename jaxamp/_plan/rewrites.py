@@ -16,7 +16,19 @@ from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from .._compat import Jaxpr, binding_axes, bound_axes, open_jaxpr, own_lines, pull_back, push_forward, without_consts
+from .._compat import (
+    Jaxpr,
+    binding_axes,
+    bound_axes,
+    inside_hi,
+    open_jaxpr,
+    own_lines,
+    pull_back,
+    push_forward,
+    with_hi_checkpoint,
+    with_hi_name,
+    without_consts,
+)
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
@@ -134,7 +146,7 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         floats = [jnp.issubdtype(jax.typeof(p.value).dtype, jnp.inexact) for p in primals]
         differentiated = tuple(i for i, p in enumerate(primals) if p.perturbed and floats[i])
-        if any(i < eqn.params["num_consts"] for i in differentiated):
+        if any(i < _num_consts(eqn) for i in differentiated):
             raise jax.errors.UnexpectedTracerError(
                 "a value that a jax.custom_vjp function closes over is differentiated; expected an argument. "
                 "Pass it as an argument of that function."
@@ -180,7 +192,8 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
             out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
-    fun.defvjp(forward, backward, symbolic_zeros=True)
+    generic = getattr(eqn.params.get("_prim"), "generic_batching", False)
+    fun.defvjp(forward, backward, symbolic_zeros=True, **({"generic_batching": True} if generic else {}))
     return fun(*operands)
 
 
@@ -211,6 +224,21 @@ def rewrite_custom_vmap(rewriter: Rewriter, eqn: Any, step: Any, operands: list[
     return list(fun(*operands))
 
 
+def rewrite_hi(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """A `call_hi_primitive`: the same rules as for what it was before 0.12."""
+    hi = eqn.params["_prim"]
+    inside = inside_hi(hi)
+    assert inside is not None
+    if inside.kind == "custom_jvp":
+        return rewrite_custom_jvp(rewriter, eqn, step, operands)
+    if inside.kind == "custom_vjp":
+        return rewrite_custom_vjp(rewriter, eqn, step, operands)
+    if inside.kind == "name":
+        return bind(eqn, operands, _prim=with_hi_name(hi, jax.typeof(operands[0])))
+    jaxpr, consts = without_consts(rewriter.within_checkpoint().trace(step.bodies[0], step.outs))
+    return bind(eqn, [*consts, *operands], _prim=with_hi_checkpoint(hi, jaxpr, len(consts)))
+
+
 def _as_written(eqn: Any) -> Callable[..., list[Any]]:
     return lambda *operands: bind(eqn, operands)
 
@@ -221,8 +249,17 @@ def _cast_all(xs: Sequence[Any], values: Sequence[Value]) -> list[Any]:
 
 def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` under the name that the user's function has in the jaxpr."""
-    fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
+    if "_prim" in eqn.params:
+        inside = inside_hi(eqn.params["_prim"])
+        fun.__name__ = inside.name if inside is not None else fun.__name__
+    else:
+        fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
     return fun
+
+
+def _num_consts(eqn: Any) -> int:
+    inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    return eqn.params["num_consts"] if inside is None else inside.num_consts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

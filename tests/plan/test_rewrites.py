@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import equations, names
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 import jaxamp
@@ -153,3 +155,72 @@ def test_a_vmapped_backward_rule_is_low():
     report = jaxamp.amp_report(PROGRAMS["vmap"](f), compute_dtype=jnp.bfloat16)(W, X)
     assert [row.phase for row in report.matmuls] == ["forward", "backward"]
     assert report.low_share == 1.0
+
+
+# -- the high-level primitives of jax 0.12
+
+FLAGS = ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3")
+has_flags = all(hasattr(jax.config, flag) for flag in FLAGS)
+needs_flags = pytest.mark.skipif(not has_flags, reason="this JAX lacks some of the high-level primitives")
+
+
+@pytest.fixture
+def high_level():
+    for flag in FLAGS:
+        jax.config.update(flag, True)
+    yield
+    for flag in FLAGS:
+        jax.config.update(flag, False)
+
+
+def layers(w, x):
+    names = jax.checkpoint_policies.save_only_these_names("hidden")
+    layer = jax.checkpoint(lambda x, w: (checkpoint_name(jax.nn.silu(x @ w), "hidden") @ w, None), policy=names)
+    return jnp.sum(lax.scan(layer, x, jnp.stack([w, 0.5 * w]))[0])
+
+
+HIGH_LEVEL = {
+    "checkpoints in a scan": layers,
+    "custom_jvp": lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w),
+    "custom_vjp": lambda w, x: PROGRAMS["all used"](by_vjp(True)[0])(w, x),
+    "vmapped custom_vjp": lambda w, x: PROGRAMS["vmap"](by_vjp(True)[0])(w, x),
+    "custom_vjp in a checkpoint": lambda w, x: PROGRAMS["checkpoint of vmap"](by_vjp(False)[0])(w, x),
+}
+
+
+@needs_flags
+@pytest.mark.parametrize("program", HIGH_LEVEL)
+def test_high_level_primitives_are_entered(program, high_level):
+    fn = HIGH_LEVEL[program]
+    assert "call_hi_primitive" in names(jax.make_jaxpr(fn)(W, X))
+    report = jaxamp.amp_report(fn, compute_dtype=jnp.bfloat16)(W, X)
+    assert report.low_share == 1.0
+    assert report.not_entered == {}
+    assert {row.phase for row in report.matmuls} == {"forward", "backward"}
+    want = jax.grad(fn, (0, 1))(W, X)
+    for got in (jax.grad(amp(fn), (0, 1))(W, X), amp(jax.grad(fn, (0, 1)))(W, X)):
+        for x, y in zip(got, want, strict=True):
+            assert float(jnp.linalg.norm(x - y)) <= 3e-2 * float(jnp.linalg.norm(y))
+
+
+@needs_flags
+def test_the_users_checkpoint_is_kept_in_its_high_level_form(high_level):
+    jaxpr = jax.make_jaxpr(amp(layers))(W, X)
+    kinds = [type(eqn.params["_prim"]).__name__ for eqn in equations(jaxpr) if "_prim" in eqn.params]
+    assert "RematTraced" in kinds
+    assert "remat2" not in names(jaxpr)  # none of ours around it
+
+
+@needs_flags
+def test_shared_results_are_batched_as_the_user_says():
+    @jax.custom_vjp
+    def f(x, w):
+        return x @ w, jnp.sum(w)
+
+    backward = lambda r, g: (g[0] @ r[1].T, jnp.outer(r[0], g[0]) + g[1])
+    f.defvjp(lambda x, w: (f(x, w), (x, w)), backward, generic_batching=True)
+    loss = lambda w, x: (lambda y, s: jnp.sum(y**2) + s)(*jax.vmap(f, (0, None), (0, None))(x, w))
+    mapped = lambda g: lambda w, x: (lambda y, s: jnp.sum(y**2) + s)(*jax.vmap(g, (0, None), (0, None))(x, w))
+    want = jax.grad(loss)(W, X)
+    for got in (jax.grad(amp(loss))(W, X), jax.grad(mapped(amp(lambda x, w: f(x, w))))(W, X)):
+        assert float(jnp.linalg.norm(got - want)) <= 3e-2 * float(jnp.linalg.norm(want))
