@@ -25,6 +25,7 @@ from .._transform.options import Options, PolicyLike, check_function, check_opti
 from .check import no_gradient
 from .comparison import GRADIENTS, Compared, Comparison, error_of
 from .location import Place
+from .magnified import Trails
 from .matching import Matcher, Recorder
 from .program import Program, Pullbacks, program_of
 from .pullback import Pullback
@@ -78,7 +79,8 @@ def compare(
         written, wide, notes = _reference(options, program, fn, args, kwargs)
         recorder = Recorder()
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
-        matcher = Matcher(recorder.seen, program.ledger)
+        trails = Trails(options.compute_dtype)
+        matcher = Matcher(recorder.seen, program.ledger, trails)
         found = Walker(program.ledger, matcher.look).run(program.mixed, program.arrays, Place("forward", program.path))
         matcher.finish()
         notes += matcher.notes()
@@ -113,6 +115,7 @@ def compare(
             _worst_first(matcher.rows),
             recorder.ranges,
             tuple(notes),
+            trails.found,
             pullbacks.error,
         )
 
