@@ -179,7 +179,7 @@ def _jet(
 ) -> Any:
     """The base's rule of `jax.experimental.jet`: products of the terms of two Taylor series."""
     terms, tree = jtu.tree_flatten(list(zip(primals, map(list, series), strict=True)))
-    multiplied = sum(child.num_leaves for child in tree.children()[:2])  # the others are sizes of groups
+    multiplied = sum(1 + len(some) for some in series[:2])  # the others are sizes of groups
 
     def rule(*terms: Any) -> list[Any]:
         pairs = jtu.tree_unflatten(tree, terms)
