@@ -413,7 +413,8 @@ def _names_a_dtype(params: dict[str, Any]) -> bool:
 
 def _who_asks(precision: Any) -> Reason:
     """The global setting, if it asks for just this precision; else the operation, or a `with` around it."""
-    setting, asked = jax.config.read("jax_default_matmul_precision"), precision
+    setting = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    asked = precision
     if isinstance(precision, tuple):
         asked = next(filter(_asks_for_precision, precision))
     if setting is not None and str(asked) == str(_precision_named(setting)):
