@@ -7,12 +7,13 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
+from jax.interpreters.ad import Zero
 
 Jaxpr = Any  # ClosedJaxpr and Jaxpr are two classes before 0.11 and one since: never told apart by type.
 Literal = jec.Literal
@@ -24,6 +25,9 @@ user_context = source_info_util.user_context
 
 # `inline=True` stopped inlining while tracing in 0.11.2, where the enum appeared.
 EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+# The parameter of `lax.composite` that holds its decomposition.
+COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
 
 # The class of a user's `jax.named_scope` in a name stack; `jvp(...)` and the like are of another class. Not exported.
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
@@ -139,6 +143,118 @@ def primitives() -> dict[str, Primitive]:
         for value in vars(module).values()
         if isinstance(value, Primitive)
     }
+
+
+def push_forward(
+    fun: Callable[..., Sequence[Any]], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The results of a function and their tangents; None for a symbolic zero.
+
+    Private in 0.10 to 0.12: `jax.jvp` returns arrays of zeros.
+    """
+    from jax._src import core
+    from jax._src.interpreters import ad
+
+    with core.take_current_trace() as outer:
+        trace = ad.JVPTrace(outer, core.TraceTag())
+        with core.set_current_trace(trace):
+            outs = fun(*(ad.maybe_jvp_tracer(trace, x, t) for x, t in zip(primals, tangents, strict=True)))
+        pairs = [trace.to_primal_tangent_pair(out) for out in outs]
+    return [x for x, _ in pairs], [None if isinstance(t, Zero) else t for _, t in pairs]
+
+
+def pull_back(vjp: Any, operands: Sequence[Any], cotangents: Any) -> list[Any]:
+    """What a function from `jax.vjp` makes of cotangents, which may be `ad.Zero`; None for a symbolic zero.
+
+    `operands`: the types of what it differentiates by. Private in 0.10 to 0.12: called, such a function returns arrays
+    of zeros.
+    """
+    from jax._src.interpreters import ad
+
+    sums = [ad.ValAccum(aval.to_ct_aval()) for aval in operands]
+    vjp.with_refs(*sums)(cotangents)
+    return [None if isinstance(ct, Zero) else ct for ct in (each.freeze() for each in sums)]
+
+
+def bound_axes() -> Any:
+    """The named axes that collectives may name here. Private in 0.10 to 0.12."""
+    from jax._src import core
+
+    return core.get_axis_env()
+
+
+@contextlib.contextmanager
+def binding_axes(axes: Any) -> Iterator[None]:
+    """Bind the named axes that `bound_axes` found elsewhere. Private in 0.10 to 0.12."""
+    from jax._src import core
+
+    around = core.get_axis_env()
+    core.trace_ctx.set_axis_env(axes)
+    try:
+        yield
+    finally:
+        core.trace_ctx.set_axis_env(around)
+
+
+def jet_knows(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Give `jax.experimental.jet`, if it is imported, `rule(jet_rules, primals, series, **params)` for a primitive.
+
+    There is no public way to do so in 0.10 to 0.12. A rule that is there already is kept.
+    """
+    module = sys.modules.get("jax.experimental.jet")
+    if module is not None:
+        module.jet_rules.setdefault(primitive, functools.partial(rule, module.jet_rules))
+
+
+def jet_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule for `jet_knows` of a primitive that does what a function of its operands and parameters does."""
+
+    def rule(rules: Any, primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
+        from jax.experimental.jet import jet
+
+        return jet(lambda *xs: function(*xs, **params), primals, series, factorial_scaled=False)
+
+    return rule
+
+
+class Hi(NamedTuple):
+    """The inside of a `call_hi_primitive`, which is 0.12's form of several primitives."""
+
+    kind: str  # checkpoint, custom_jvp, custom_vjp, name
+    name: str
+    jaxpr: Jaxpr
+    num_consts: int = 0  # how many leading operands a user's function closes over
+
+
+def inside_hi(hi: Any) -> Hi | None:
+    """The inside of the `_prim` of a `call_hi_primitive` (0.11.2 and newer); None if it is not to be entered."""
+    kind = type(hi).__name__
+    if kind == "RematTraced":
+        return Hi("checkpoint", "", hi.jaxpr)
+    if kind in ("CheckpointName", "CheckpointNameFwd"):
+        return Hi("name", hi.name, _identity_jaxpr(hi.in_avals_flat[0]))
+    if kind not in ("CustomJVPTraced", "CustomVJPTraced") or consts_of(hi.traced.jaxpr):
+        return None
+    is_vjp, consts = kind == "CustomVJPTraced", len(jax.tree.leaves(hi.in_avals[0]))
+    if is_vjp and jax.tree.leaves(hi.in_avals[1]):  # operands of its forward rule alone
+        return None
+    return Hi("custom_vjp" if is_vjp else "custom_jvp", hi.traced.fun_name, hi.traced.jaxpr, consts)
+
+
+@functools.cache
+def _identity_jaxpr(aval: Any) -> Jaxpr:
+    return jax.make_jaxpr(lambda x: x)(aval)
+
+
+def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int) -> Any:
+    """The `_prim` of a checkpoint with another jaxpr, which takes more constants first."""
+    flags = hi.prevent_cse
+    return type(hi)(jaxpr, hi.policy, (False,) * consts + flags if isinstance(flags, tuple) else flags)
+
+
+def with_hi_name(hi: Any, aval: Any) -> Any:
+    """The `_prim` of a `checkpoint_name` for a value of another type."""
+    return type(hi)(hi.name, aval)
 
 
 def under_jit() -> bool:

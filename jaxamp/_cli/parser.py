@@ -163,7 +163,8 @@ Modules in the current directory are found too. The function is only traced. Wha
 goes to stderr.
 
 Exit codes: 0 fine; 1 --check found problems; 2 an error.
---json: AmpReport.to_dict() (name, compute_dtype, totals, notes, rows) and problems (null without --check)
+--json: AmpReport.to_dict() (name, compute_dtype, totals, notes, backward_error, rows) and problems
+        (null without --check)
 """
 
 _DOCTOR = """\

@@ -17,6 +17,8 @@ def problems_of(
     compiled: Any,
 ) -> Iterator[str]:
     """The problems of a report, one line each. See `AmpReport.check`."""
+    if report.backward_error is not None:
+        yield no_gradient(report.backward_error)
     globs = [low] if isinstance(low, str) else list(low)
     for glob in globs:
         if glob != "*" and not any(_is_in(row.scope, glob) for row in report.matmuls):
@@ -35,6 +37,11 @@ def problems_of(
         yield f"casts move {report.cast_bytes} bytes; at most {max_cast_bytes} are allowed"
     if not allow_unmatched:
         yield from (f"the policy's key {key!r} matched nothing" for key in report.unmatched)
+
+
+def no_gradient(error: str) -> str:
+    """The text for a backward pass that can't be traced."""
+    return f"the backward pass can't be traced, so it was not checked: {error}. If none is wanted, pass backward=False"
 
 
 def list_problems(name: str, problems: Iterable[str]) -> str:

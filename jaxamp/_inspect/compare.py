@@ -21,10 +21,12 @@ from .._transform.amp import plan_call
 from .._transform.call import split_call
 from .._transform.ledger import Ledger
 from .._transform.options import Options, PolicyLike, check_function, check_options
+from .check import no_gradient
 from .comparison import GRADIENTS, Compared, Comparison, error_of
 from .location import Place
+from .magnified import Trails
 from .matching import Matcher, Recorder
-from .program import Program, program_of
+from .program import Program, Pullbacks, program_of
 from .pullback import Pullback
 from .walk import Walker
 
@@ -76,7 +78,8 @@ def compare(
         written, wide, notes = _reference(options, program, fn, args, kwargs)
         recorder = Recorder()
         expected = Walker(Ledger(), recorder.record).run(written, wide, Place("forward", program.path))
-        matcher = Matcher(recorder.seen, program.ledger)
+        trails = Trails(options.compute_dtype)
+        matcher = Matcher(recorder.seen, program.ledger, trails)
         found = Walker(program.ledger, matcher.look).run(program.mixed, program.arrays, Place("forward", program.path))
         matcher.finish()
         notes += matcher.notes()
@@ -86,14 +89,14 @@ def compare(
             if jnp.issubdtype(x.dtype, jnp.floating)
         ]
         holding = [f"result {i}" for i, y in enumerate(expected) if _has_nan(y)]
-        gradients = []
+        gradients, pullbacks = [], Pullbacks([], [])
         if backward:
-            pullbacks, more = program.pullbacks(written, program.mixed)
-            notes += more
-            if pullbacks:
+            pullbacks = program.pullbacks(written, program.mixed)
+            notes += pullbacks.notes
+            if pullbacks.found:
                 scale = 1.0 if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
-                expected = _gradient(pullbacks[0], wide, 1.0)
-                found = _gradient(pullbacks[1], program.arrays, scale)
+                expected = _gradient(pullbacks.found[0], wide, 1.0)
+                found = _gradient(pullbacks.found[1], program.arrays, scale)
                 paths = list(program.differentiated.values())
                 holding += [f"the gradient of {path}" for path, y in zip(paths, expected, strict=True) if _has_nan(y)]
                 gradients = [
@@ -111,6 +114,8 @@ def compare(
             _worst_first(matcher.rows),
             recorder.ranges,
             tuple(notes),
+            trails.found,
+            pullbacks.error,
         )
 
     return compared
@@ -125,6 +130,8 @@ def assert_amp_close(
     **amp_options: Any,
 ) -> None:
     """Assert, in a test of your own, that results and gradients of `amp(fn)` are near those of `fn`.
+
+    A backward pass that can't be traced is a failure. Pass `backward=False` if none is wanted.
 
     Args:
         fn: The function that you would pass to `amp`.
@@ -143,6 +150,8 @@ def assert_amp_close(
         for kind, row in rows
         if not row.error.relative <= rtol
     ]
+    if found.backward_error is not None:
+        far.append(no_gradient(found.backward_error))
     if far:
         raise AssertionError(
             "\n- ".join([f"{found.name} in {found.compute_dtype} is not near {found.reference}:", *far])

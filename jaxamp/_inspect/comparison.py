@@ -48,6 +48,34 @@ class Compared(NamedTuple):
     error: Error
 
 
+class Magnified(NamedTuple):
+    """An operation whose result has many times the error of an operand, which comes from a low matmul."""
+
+    name: str  # of the operation
+    scope: str
+    source: Source | None
+    matmul: str
+    matmul_scope: str
+    matmul_source: Source | None
+    error_before: float  # relative, of the operand
+    error: float  # relative, of the result
+    largest_before: float  # magnitude of the operand
+    largest: float  # magnitude of the result
+
+    def __str__(self) -> str:
+        here = f"{self.name} at {self.source or 'an unknown line'}"
+        there = f"{self.matmul} at {self.matmul_source or 'an unknown line'}"
+        how = f"({self.largest_before:.3g} -> {self.largest:.3g} at most)"
+        if self.matmul_scope:
+            remedy = f"give the policy the key {self.matmul_scope!r} with jaxamp.use_original_precision"
+        else:
+            remedy = "put `with jaxamp.amp_stop():` around it"
+        return (
+            f"{here} turns a relative error of {self.error_before:.1e} into {self.error:.1e} {how}. "
+            f"It comes from the low {there}; to keep that in float32, {remedy}."
+        )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What `compare` found. Each list has the largest error first."""
@@ -60,6 +88,8 @@ class Comparison:
     operations: tuple[Compared, ...]
     ranges: dict[str, Range]  # by scope, and of GRADIENTS: which powers of two the values of the reference have
     notes: tuple[str, ...]
+    magnified: tuple[Magnified, ...] = ()  # where the rounding of a low matmul grows
+    backward_error: str | None = None  # what was raised when the backward pass was traced
 
     @property
     def scopes(self) -> tuple[Compared, ...]:
@@ -75,12 +105,16 @@ class Comparison:
         def plain(row: Compared) -> dict[str, Any]:
             error = row.error._asdict() | {"snr_db": row.error.snr_db}
             error = {name: x if np.isfinite(x) else None for name, x in error.items()}
-            return row._asdict() | {"error": error, "source": None if row.source is None else row.source._asdict()}
+            return row._asdict() | {"error": error, "source": _plain(row.source)}
 
         lists = {name: [plain(r) for r in getattr(self, name)] for name in ("results", "gradients", "operations")}
-        head = {name: getattr(self, name) for name in ("name", "compute_dtype", "reference")}
+        head = {name: getattr(self, name) for name in ("name", "compute_dtype", "reference", "backward_error")}
         ranges = {scope: {"zeros": r.zeros, "powers": dict(r.powers)} for scope, r in self.ranges.items()}
-        return head | lists | {"ranges": ranges, "notes": list(self.notes)}
+        magnified = [
+            case._asdict() | {"source": _plain(case.source), "matmul_source": _plain(case.matmul_source)}
+            for case in self.magnified
+        ]
+        return head | lists | {"magnified": magnified, "ranges": ranges, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         lines = [f"{self.name} in {self.compute_dtype} against {self.reference}"]
@@ -90,6 +124,7 @@ class Comparison:
                 cells = [_cells(row, by_scope=title == "scopes") for row in rows[:_SHOWN]]
                 lines += ["", *table([(title, *_TITLES), *cells], _COLUMNS, gap=" ", width=WIDTH)]
                 lines += [f"... and {len(rows) - _SHOWN} more: .{title}"] if len(rows) > _SHOWN else []
+        lines += ["", *(f"magnified: {case}" for case in self.magnified)] if self.magnified else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def plot(self, path: Any = None) -> Any:
@@ -100,6 +135,10 @@ class Comparison:
         from .plots import draw_ranges
 
         return draw_ranges(self, path)
+
+
+def _plain(source: Source | None) -> dict[str, Any] | None:
+    return None if source is None else source._asdict()
 
 
 _SHOWN = 15  # rows of each list, when a comparison is printed

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from .._policy.rules import Replacement
 from .._traits import shown_name, traits_of
 from .._transform.ledger import Ledger
-from .comparison import Compared, error_of
+from .comparison import Compared, Error, error_of
 from .location import Place
+from .magnified import Trails
 from .ranges import Range, range_of
 
 Key = tuple[str, str, Any, int]
@@ -60,8 +61,9 @@ class Matcher:
     result of the operation as written.
     """
 
-    def __init__(self, seen: dict[Key, Any], ledger: Ledger):
+    def __init__(self, seen: dict[Key, Any], ledger: Ledger, trails: Trails):
         self.rows: list[Compared] = []
+        self._trails = trails
         self._alone = 0
         self._ledger = ledger
         self._seen = seen
@@ -75,7 +77,8 @@ class Matcher:
         if record is not None and isinstance(record.step.found.rule, Replacement) and record.step.operation is not None:
             self._replaced = place, outs
         else:
-            self._compare(eqn.primitive, place, outs)
+            error = self._compare(eqn.primitive, place, outs)
+            self._trails.follow(eqn, place, ins, outs, error)
 
     def finish(self) -> None:
         """Compare the operation that was replaced last."""
@@ -84,19 +87,21 @@ class Matcher:
             assert place.mark is not None
             self._compare(self._ledger.records[place.mark].eqn.primitive, place, outs)
 
-    def _compare(self, primitive: Any, place: Place, outs: Sequence[Any]) -> None:
+    def _compare(self, primitive: Any, place: Place, outs: Sequence[Any]) -> Error | None:
         key = self._numbers.key(primitive, place, outs)
         if key is None:
-            return
+            return None
         reference = self._seen.pop(key, None)
         if reference is not None and place.mark is not None:
             order = self._ledger.records[place.mark].step.order
             reference = reference if order is None else jnp.transpose(reference, order)
         if reference is None or reference.shape != outs[0].shape:
             self._alone += 1
-            return
+            return None
         name, dtype = shown_name(primitive), str(outs[0].dtype)
-        self.rows.append(Compared(name, place.scope, place.source, dtype, error_of(outs[0], reference)))
+        error = error_of(outs[0], reference)
+        self.rows.append(Compared(name, place.scope, place.source, dtype, error))
+        return error
 
     def notes(self) -> list[str]:
         """How many operations were not compared."""

@@ -23,7 +23,7 @@ from .._transform.options import PolicyLike, check_function, check_options
 from .location import Place
 from .overflow_report import Event, OverflowReport
 from .probe import Probe, all_finite
-from .program import Program, program_of
+from .program import Program, Pullbacks, program_of
 from .pullback import Pullback
 from .walk import Walker
 
@@ -76,7 +76,7 @@ def find_overflow(
             check_state("find_overflow", dynamic_scaler_state)
         program = program_of(options, fn, args, kwargs)
         program.check_concrete("find_overflow")
-        pullbacks, notes = program.pullbacks(program.mixed) if backward else ([], [])
+        pullbacks, notes, _ = program.pullbacks(program.mixed) if backward else Pullbacks([], [])
         bad = sum(not bool(all_finite(x)) for x in program.arrays if is_float(x))
         notes += [f"{bad} of the arguments' arrays are not finite to begin with"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed

@@ -19,6 +19,14 @@ from .._transform.options import Options
 from .pullback import Pullback, pullback_of
 
 
+class Pullbacks(NamedTuple):
+    """Derivatives of the jaxprs of a call, or why there are none."""
+
+    found: list[Pullback]
+    notes: list[str]
+    error: str | None = None  # what was raised on the way, if there is something to differentiate
+
+
 class Program(NamedTuple):
     """A call, as it was written and as it runs. Both take all arrays of the call."""
 
@@ -35,16 +43,25 @@ class Program(NamedTuple):
     def written(self) -> Jaxpr:
         return self.plan.jaxpr
 
-    def pullbacks(self, *jaxprs: Jaxpr) -> tuple[list[Pullback], list[str]]:
-        """Derivatives of jaxprs of this call by the floats of the first argument; if there are none, a note why."""
+    def pullbacks(self, *jaxprs: Jaxpr) -> Pullbacks:
+        """Derivatives of jaxprs of this call by the floats of the first argument."""
         results = [aval for aval in self.written.out_avals if float_dtype(aval) is not None]
         if not self.differentiated or not results:
             where = "the results have" if self.differentiated else "the first argument has"
-            return [], [f"no backward pass: {where} no floating-point array"]
+            return Pullbacks([], [f"no backward pass: {where} no floating-point array"])
         try:
-            return [pullback_of(jaxpr, list(self.differentiated)) for jaxpr in jaxprs], _note_on_sum(results[0])
+            found = [pullback_of(jaxpr, list(self.differentiated)) for jaxpr in jaxprs]
         except Exception as error:  # JAX's own, of many types: a loop of unknown length, a callback
-            return [], [f"no backward pass: {summary(error)}"]
+            what = summary(error) + ("" if self._fails_as_written() else " (under amp alone: please report it)")
+            return Pullbacks([], [f"no backward pass: {what}"], what)
+        return Pullbacks(found, _note_on_sum(results[0]))
+
+    def _fails_as_written(self) -> bool:
+        try:
+            pullback_of(self.written, list(self.differentiated))
+        except Exception:
+            return True
+        return False
 
     def check_concrete(self, name: str) -> None:
         """Refuse shapes and traced values, for a tool that computes."""

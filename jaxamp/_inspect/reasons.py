@@ -27,7 +27,11 @@ _TEXTS = {
     Why.FIXED_DTYPE: "{} has a fixed dtype",
     Why.MIXED_DTYPES: "mixed dtypes as written",
     Why.OTHER_RESULT_DTYPE: "another result dtype as written",
-    Why.ASKS_FOR_PRECISION: "asks for precision",
+    Why.ASKS_FOR_PRECISION: "asks for precision={}; without that argument it would be lowered",
+    Why.SETTING_ASKS_FOR_PRECISION: (
+        "jax_default_matmul_precision = {!r} asks for precision; unset it with jax.config.update. "
+        "A library that you import may have set it"
+    ),
     Why.OUTER_PRODUCT: "an outer product",
     Why.USERS_CAST: "the user's cast",
     Why.USERS_WIDER_CAST: "the user's cast to a wider dtype",
@@ -73,6 +77,7 @@ class Explanation(NamedTuple):
     role: Role
     of: str = ""  # the name of the user's operation
     reason: Reason | None = None  # why that runs as it does
+    outer: bool = False  # a product without contraction, which is not lowered for its own sake
 
     def text(self) -> str:
         """In words."""
@@ -85,4 +90,4 @@ class Explanation(NamedTuple):
         if self.role is Role.DERIVATIVE and self.reason.why is Why.ENTERED:
             return "JAX's own rule"
         prefix = f"added for {self.of}: " if self.role is Role.ADDED else ""
-        return prefix + text_of(self.reason)
+        return prefix + ("an outer product: " if self.outer else "") + text_of(self.reason)

@@ -19,7 +19,7 @@ from .html import page_of
 from .kept import BytesKept
 from .location import Place
 from .notebook import summary_of
-from .program import program_of
+from .program import Pullbacks, program_of
 from .report_data import ReportData
 from .rows import rows_of
 from .text import is_colourful, render
@@ -57,6 +57,8 @@ class AmpReport(ReportData):
         compiled: Any = None,
     ) -> None:
         """Raise an `AssertionError` that lists the problems, if there are any.
+
+        A backward pass that can't be traced is one. Pass `backward=False` to `amp_report` if none is wanted.
 
         Args:
             low: One or more globs over scopes. Matmuls in these scopes must run in the compute dtype, forward and
@@ -125,12 +127,12 @@ def amp_report(
     def report(*args: Any, **kwargs: Any) -> AmpReport:
         program = program_of(options, fn, args, kwargs)
         rows = list(rows_of(program.mixed, program.ledger, Place("forward", program.path)))
-        kept, notes = None, list[str]()
+        kept, pullbacks = None, Pullbacks([], [])
         if backward:
-            pullbacks, notes = program.pullbacks(program.written, program.mixed)
-            if pullbacks:
-                rows += rows_of(pullbacks[1].jaxpr, program.ledger, Place("backward", program.path))
-                kept = BytesKept(*(pullback.kept for pullback in pullbacks))
+            pullbacks = program.pullbacks(program.written, program.mixed)
+            if pullbacks.found:
+                rows += rows_of(pullbacks.found[1].jaxpr, program.ledger, Place("backward", program.path))
+                kept = BytesKept(*(pullback.kept for pullback in pullbacks.found))
         keys = unmatched(options, steps_of([program.plan.steps, *program.ledger.plans]))
         return AmpReport(
             program.name,
@@ -138,7 +140,8 @@ def amp_report(
             tuple(rows),
             kept,
             tuple(map(_key_text, keys)),
-            tuple(notes),
+            tuple(pullbacks.notes),
+            pullbacks.error,
         )
 
     return report

@@ -39,6 +39,7 @@ class ReportData:
     kept: BytesKept | None  # for the backward pass, in float32 and under amp
     unmatched: tuple[str, ...]  # keys of the policy that matched no operation
     notes: tuple[str, ...]  # what could not be reported, and why
+    backward_error: str | None = None  # what was raised when the backward pass was traced
 
     @functools.cached_property
     def matmuls(self) -> tuple[Row, ...]:
@@ -120,6 +121,7 @@ class ReportData:
                 "wasteful_matmuls": len(self.wasteful_matmuls),
             },
             "notes": list(self.notes),
+            "backward_error": self.backward_error,
             "rows": [{key: to_json(getattr(row, key)) for key in ROW_KEYS} for row in self.rows],
         }
 

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     phase: str  # forward, backward
     scope: str  # named scopes, outermost first: "block/attention"
     primitive: str
-    kind: str  # matmul, cast, not entered, other
+    kind: str  # matmul (one with a contraction, or a low one), cast, not entered, other
     written: Dtypes | None  # None: the user wrote no such operation
     run: Dtypes
     rule: str
@@ -94,6 +94,8 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
             why = Explanation(Role.ADDED, of, step.reason)
     if eqn.primitive is lax.convert_element_type_p and written != run and _between_floats(eqn):
         kind = "cast"
+    if kind == "matmul" and _is_wide_outer_product(eqn):
+        kind, why = "other", why._replace(outer=True)
     return Row(
         place.phase,
         place.scope,
@@ -119,6 +121,13 @@ def _dtypes(eqn: Any) -> Dtypes:
     if multiplies_in is not None:
         operands[:2] = [multiplies_in(eqn.params).name] * 2
     return Dtypes(tuple(operands), tuple(_dtype(v) for v in eqn.outvars))
+
+
+def _is_wide_outer_product(eqn: Any) -> bool:
+    """Whether it is a product without contraction in float32: no matrix unit would gain from low precision."""
+    if eqn.primitive is not lax.dot_general_p or eqn.params["dimension_numbers"][0][0]:
+        return False
+    return not any(_dtype(v) in _LOW for v in eqn.invars)
 
 
 def _dtype(atom: Any) -> str:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .._compat import Jaxpr, scan_counts
+from .._compat import Jaxpr, inside_hi, scan_counts
 
 
 class Body(NamedTuple):
@@ -14,7 +14,7 @@ class Body(NamedTuple):
     jaxpr: Jaxpr
     operands: Sequence[int]  # the operand of the equation behind each of its invars
     results: Sequence[int]  # the result of the equation behind each of its outvars; empty: none
-    param: str = "jaxpr"
+    param: str = "jaxpr"  # empty: it can't be replaced there
     item: int | None = None
 
 
@@ -27,13 +27,15 @@ class Entry(NamedTuple):
     times: int = 1  # how often the bodies run, where that is known: rounds of a scan, devices of a `shard_map`
 
 
-Describe = Callable[[Any], Entry]
+Describe = Callable[[Any], Entry | None]  # None: the equation is not entered
 
 
 def with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
     """The parameters of an equation with other jaxprs for its bodies."""
     params = dict(eqn.params)
     for body, jaxpr in zip(entry.bodies, jaxprs, strict=True):
+        if not body.param:
+            continue
         if body.item is None:
             params[body.param] = jaxpr
         else:
@@ -54,6 +56,15 @@ def _one_to_one(eqn: Any, param: str) -> Body:
 def call(param: str, lazy: bool = False) -> Describe:
     """A body whose operands and results are those of the equation; a parameter `length` says how often it runs."""
     return lambda eqn: Entry((_one_to_one(eqn, param),), lazy=lazy, times=eqn.params.get("length", 1))
+
+
+def describe_hi(eqn: Any) -> Entry | None:
+    """What a `call_hi_primitive` has inside: a checkpoint, or a function with a user's rules."""
+    inside = inside_hi(eqn.params["_prim"])
+    if inside is None:
+        return None
+    body = Body(inside.jaxpr, range(len(eqn.invars)), range(len(eqn.outvars)), "")
+    return Entry((body,), lazy=inside.kind == "custom_vjp")
 
 
 def describe_cond(eqn: Any) -> Entry:

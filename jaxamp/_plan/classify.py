@@ -293,7 +293,7 @@ class Classifier:
         if any(s is POSITION for i, (s, d) in enumerate(zip(ins, dtypes, strict=True)) if d is not None or i < 2):
             return Reason(Why.FROM_POSITIONS)
         if _asks_for_precision(params.get("precision")):
-            return Reason(Why.ASKS_FOR_PRECISION)
+            return _who_asks(params["precision"])
         if eqn.primitive is lax.dot_general_p and not params["dimension_numbers"][0][0]:
             return Reason(Why.OUTER_PRODUCT)
         return None
@@ -409,6 +409,24 @@ def _rounds_nothing(eqn: Any) -> bool:
 
 def _names_a_dtype(params: dict[str, Any]) -> bool:
     return any(params.get(name) is not None for name in ("out_dtype", "dtype"))
+
+
+def _who_asks(precision: Any) -> Reason:
+    """The global setting, if it asks for just this precision; else the operation, or a `with` around it."""
+    setting = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    asked = precision
+    if isinstance(precision, tuple):
+        asked = next(filter(_asks_for_precision, precision))
+    if setting is not None and str(asked) == str(_precision_named(setting)):
+        return Reason(Why.SETTING_ASKS_FOR_PRECISION, setting)
+    return Reason(Why.ASKS_FOR_PRECISION, getattr(asked, "name", str(asked)))
+
+
+def _precision_named(setting: str) -> Any:
+    try:
+        return lax.Precision(setting)
+    except ValueError:  # the name of an algorithm
+        return getattr(lax.DotAlgorithmPreset, setting, None)
 
 
 def _asks_for_precision(precision: Any) -> bool:

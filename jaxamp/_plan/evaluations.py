@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import Jaxpr, scan_counts
+from .._compat import Jaxpr, inside_hi, scan_counts
 from .._jaxpr import bind
 from .._jaxpr import evaluate as run_jaxpr
 
@@ -57,6 +57,11 @@ def _is_same(x: Any, y: Any) -> bool:
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return False
     return bool(np.linalg.norm((a - b)[finite]) <= 1e-2 * np.linalg.norm(b[finite]))
+
+
+def evaluate_hi(run: RunBody, eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+    inside = inside_hi(eqn.params["_prim"])
+    return None if inside is None else run(inside.jaxpr, operands)
 
 
 def evaluate_cond(run: RunBody, eqn: Any, operands: list[Any]) -> list[Any]:

@@ -10,12 +10,13 @@ An entry of the table has three functions:
 import functools
 from typing import Any, NamedTuple
 
-from .._compat import Primitive, primitives
-from .bodies import Describe, Entry, call, describe_cond, describe_scan, describe_shard_map, describe_while
+from .._compat import COMPOSITE_BODY, Primitive, primitives
+from .bodies import Describe, Entry, call, describe_cond, describe_hi, describe_scan, describe_shard_map, describe_while
 from .evaluations import (
     Evaluate,
     evaluate_call,
     evaluate_cond,
+    evaluate_hi,
     evaluate_scan,
     evaluate_supposed_call,
     evaluate_while,
@@ -26,6 +27,8 @@ from .rewrites import (
     rewrite_checkpoint,
     rewrite_custom_jvp,
     rewrite_custom_vjp,
+    rewrite_custom_vmap,
+    rewrite_hi,
     rewrite_inline,
     rewrite_scan,
     rewrite_shard_map,
@@ -57,6 +60,9 @@ def _builtin() -> dict[Primitive, HigherOrder]:
         "cond": HigherOrder(describe_cond, rebind, evaluate_cond),
         "custom_jvp_call": HigherOrder(call("call_jaxpr"), rewrite_custom_jvp, evaluate_call("call_jaxpr")),
         "custom_vjp_call": HigherOrder(call("call_jaxpr", lazy=True), rewrite_custom_vjp, evaluate_call("call_jaxpr")),
+        "custom_vmap_call": HigherOrder(call("call"), rewrite_custom_vmap, evaluate_call("call")),
+        "composite": HigherOrder(call(COMPOSITE_BODY), rebind, evaluate_call(COMPOSITE_BODY)),
+        "call_hi_primitive": HigherOrder(describe_hi, rewrite_hi, evaluate_hi),  # since 0.11.2
         "shard_map": HigherOrder(describe_shard_map, rewrite_shard_map),
     }
     known = primitives()

@@ -38,7 +38,8 @@ class Why(enum.Enum):
     FIXED_DTYPE = enum.auto()  # the primitive's name
     MIXED_DTYPES = enum.auto()
     OTHER_RESULT_DTYPE = enum.auto()
-    ASKS_FOR_PRECISION = enum.auto()
+    ASKS_FOR_PRECISION = enum.auto()  # what it asks for
+    SETTING_ASKS_FOR_PRECISION = enum.auto()  # the value of `jax_default_matmul_precision`
     OUTER_PRODUCT = enum.auto()
     LITERAL_UNDERFLOWS = enum.auto()  # (the number, the compute dtype's name)
     LITERAL_OVERFLOWS = enum.auto()  # (the number, the compute dtype's name)

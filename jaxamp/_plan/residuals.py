@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jec
 
-from .._compat import Jaxpr, open_jaxpr
+from .._compat import Jaxpr, inside_hi, open_jaxpr
 from .._traits import traits_of
 
 Keep = Literal["auto", "matmuls", "all"]
@@ -59,7 +59,10 @@ def keeping_little(fun: Callable[..., Any], in_loop: bool) -> Callable[..., Any]
 
 
 def _has_checkpoint(jaxpr: Jaxpr) -> bool:
-    return any(
-        traits_of(eqn.primitive).checkpoints or any(map(_has_checkpoint, jec.jaxprs_in_params(eqn.params)))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )
+    def is_one(eqn: Any) -> bool:
+        hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+        if hi is not None:
+            return hi.kind == "checkpoint" or _has_checkpoint(hi.jaxpr)
+        return traits_of(eqn.primitive).checkpoints or any(map(_has_checkpoint, jec.jaxprs_in_params(eqn.params)))
+
+    return any(map(is_one, open_jaxpr(jaxpr).eqns))

@@ -14,8 +14,21 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 from jax import tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
-from .._compat import Jaxpr, open_jaxpr, own_lines, without_consts
+from .._compat import (
+    Jaxpr,
+    binding_axes,
+    bound_axes,
+    inside_hi,
+    open_jaxpr,
+    own_lines,
+    pull_back,
+    push_forward,
+    with_hi_checkpoint,
+    with_hi_name,
+    without_consts,
+)
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
@@ -101,15 +114,25 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         differentiated = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> Any:
-            return jax.jvp(along(_as_written(eqn), xs, differentiated), [xs[i] for i in differentiated], ts)
+        moved: list[int] = []  # the results whose tangents are not zero
+
+        def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
+            of_some = along(_as_written(eqn), xs, differentiated)
+            out, found = push_forward(of_some, [xs[i] for i in differentiated], ts)
+            moved[:] = [i for i, t in enumerate(found) if t is not None]
+            return [*out, *(found[i] for i in moved)]
 
         avals = [v.aval for v in eqn.invars]
         with own_lines():
             traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in differentiated])
         inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path)
-        out = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
-        return _cast_all(out[:results], plan.outs), _cast_all(out[results:], plan.outs)
+        made = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
+        out = _cast_all(made[:results], plan.outs)
+        found = dict(zip(moved, made[results:], strict=True))
+        return out, [
+            cast(found[i], plan.outs[i].dtype) if i in found else SymbolicZero(jax.typeof(x).to_tangent_aval())
+            for i, x in enumerate(out)
+        ]
 
     fun.defjvp(jvp, symbolic_zeros=True)
     return fun(*operands)
@@ -123,7 +146,7 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         floats = [jnp.issubdtype(jax.typeof(p.value).dtype, jnp.inexact) for p in primals]
         differentiated = tuple(i for i, p in enumerate(primals) if p.perturbed and floats[i])
-        if any(i < eqn.params["num_consts"] for i in differentiated):
+        if any(i < _num_consts(eqn) for i in differentiated):
             raise jax.errors.UnexpectedTracerError(
                 "a value that a jax.custom_vjp function closes over is differentiated; expected an argument. "
                 "Pass it as an argument of that function."
@@ -136,26 +159,84 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
             traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
-        # The backward rule is traced here, where the axes that its collectives name are bound.
-        tree, cotangents = jtu.tree_structure(shapes[1]), [v.aval.to_tangent_aval() for v in eqn.outvars]
-        with own_lines():
-            back = jax.make_jaxpr(lambda leaves, cts: jtu.tree_unflatten(tree, leaves)(cts))(
-                traced.out_avals[results:], cotangents
-            )
-        incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in plan.outs]
-        back_plan = rewriter.plan(back, [*inside.outs[results:], *incoming], plan.path)
-        return _cast_all(out[:results], plan.outs), jtu.Partial(_Saved(differentiated, back_plan), *out[results:])
+        tree, avals, values = jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:]
+        saved = _Saved(differentiated, tree, avals, values, bound_axes())
+        return _cast_all(out[:results], plan.outs), jtu.Partial(saved, *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """The user's rule is traced here, where it is known which cotangents are zero, and told so as by JAX.
+
+        If all are zero it is not called.
+        """
         saved: _Saved = residuals.func
-        cotangents = [_instantiate(c, o.dtype) for c, o in zip(cotangents, plan.outs, strict=True)]
-        out = dict(
-            zip(saved.differentiated, rewriter.evaluate(saved.plan, [*residuals.args, *cotangents]), strict=True)
-        )
+        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
+        given = [i for i, c in enumerate(cotangents) if not isinstance(c, SymbolicZero)]
+        known: list[int] = []  # the operands whose cotangents are not zero
+
+        def pullback(leaves: Sequence[Any], some: Sequence[Any]) -> list[Any]:
+            cts = [ad.Zero(aval) for aval in avals]
+            for i, ct in zip(given, some, strict=True):
+                cts[i] = ct
+            operands = [eqn.invars[i].aval for i in saved.differentiated]
+            found = pull_back(jtu.tree_unflatten(saved.tree, leaves), operands, cts)
+            known[:] = [i for i, ct in zip(saved.differentiated, found, strict=True) if ct is not None]
+            return [ct for ct in found if ct is not None]
+
+        with binding_axes(saved.axes):
+            with own_lines():
+                traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
+            outs = [plan.outs[i] for i in given]
+            incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
+            inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
+            some = [cast(cotangents[i], o.dtype) for i, o in zip(given, outs, strict=True)]
+            out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
-    fun.defvjp(forward, backward, symbolic_zeros=True)
+    generic = getattr(eqn.params.get("_prim"), "generic_batching", False)
+    fun.defvjp(forward, backward, symbolic_zeros=True, **({"generic_batching": True} if generic else {}))
     return fun(*operands)
+
+
+def rewrite_custom_vmap(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """The user's rule is kept: it is traced as written, and rewritten like the body."""
+    plan, tree, rewriter = step.bodies[0], eqn.params["in_tree"], rewriter.fresh()
+    fun = jax.custom_batching.custom_vmap(lambda *xs: rewriter.evaluate(plan, xs))
+
+    @fun.def_vmap
+    def rule(size: int, in_batched: Sequence[bool], *xs: Any) -> tuple[list[Any], list[bool]]:
+        flags: list[bool] = []
+
+        def batched(*xs: Any) -> list[Any]:
+            mapped = jtu.tree_unflatten(tree, in_batched)
+            outs, out_batched = eqn.params["rule"](size, list(mapped), *jtu.tree_unflatten(tree, xs))
+            flags[:] = jtu.tree_leaves(out_batched)
+            return jtu.tree_leaves(outs)
+
+        avals = [
+            v.aval.update(shape=(size, *v.aval.shape), sharding=None) if is_mapped else v.aval
+            for v, is_mapped in zip(eqn.invars, in_batched, strict=True)
+        ]
+        with own_lines():
+            traced = jax.make_jaxpr(batched)(*avals)
+        inside = rewriter.plan(traced, plan.ins, plan.path)
+        return _cast_all(rewriter.evaluate(inside, xs), plan.outs), flags
+
+    return list(fun(*operands))
+
+
+def rewrite_hi(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
+    """A `call_hi_primitive`: the same rules as for what it was before 0.12."""
+    hi = eqn.params["_prim"]
+    inside = inside_hi(hi)
+    assert inside is not None
+    if inside.kind == "custom_jvp":
+        return rewrite_custom_jvp(rewriter, eqn, step, operands)
+    if inside.kind == "custom_vjp":
+        return rewrite_custom_vjp(rewriter, eqn, step, operands)
+    if inside.kind == "name":
+        return bind(eqn, operands, _prim=with_hi_name(hi, jax.typeof(operands[0])))
+    jaxpr, consts = without_consts(rewriter.within_checkpoint().trace(step.bodies[0], step.outs))
+    return bind(eqn, [*consts, *operands], _prim=with_hi_checkpoint(hi, jaxpr, len(consts)))
 
 
 def _as_written(eqn: Any) -> Callable[..., list[Any]]:
@@ -168,22 +249,29 @@ def _cast_all(xs: Sequence[Any], values: Sequence[Value]) -> list[Any]:
 
 def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` under the name that the user's function has in the jaxpr."""
-    fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
+    if "_prim" in eqn.params:
+        inside = inside_hi(eqn.params["_prim"])
+        fun.__name__ = inside.name if inside is not None else fun.__name__
+    else:
+        fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
     return fun
+
+
+def _num_consts(eqn: Any) -> int:
+    inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    return eqn.params["num_consts"] if inside is None else inside.num_consts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Saved:
-    """What is known of the backward rule while tracing: the operands that it differentiates by, and its plan."""
+    """What is known of the backward rule after the forward rule: the operands that it differentiates by, and how the
+    user's function of the cotangents is built from the residuals, with their types and formats."""
 
     differentiated: tuple[int, ...]
-    plan: Any
+    tree: Any
+    avals: Sequence[Any]
+    values: Sequence[Value]
+    axes: Any  # that collectives may name: a vmapped backward rule runs where `vmap` has unbound its axis
 
     def __call__(self, *args: Any) -> None:
         """A `Partial` wants a callable; this one is a label."""
-
-
-def _instantiate(cotangent: Any, dtype: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent if dtype is None else cast(cotangent, dtype)

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, has_devices, wants_devices
+from .._compat import Primitive, has_devices, jet_of, wants_devices
 from .._jaxpr import along
 from .._traits import Traits, declare
 from .attention_cudnn import fused_backward, fused_forward
@@ -145,6 +145,7 @@ for _p in ATTENTION:
             takes_part=functools.partial(_takes_part, _p),
             in_tables=_p is FORWARD,
             policy_key=None if _p is FORWARD else FORWARD,  # the derivatives follow it
+            jet=jet_of(lambda *operands, _p=_p, **params: _wide(_p, *operands, **params)),
         ),
     )
 

@@ -26,18 +26,12 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive, takes_layouts
+from .._compat import Primitive, jet_of, takes_layouts
 from .._jaxpr import bind_primitive
 from .._traits import Traits, declare
 
 MATERIALIZED = Primitive("materialized")
 ROW_MAJOR = Primitive("row_major")
-
-declare(
-    MATERIALIZED,
-    Traits(elementwise=True, passes_on=True, kept=lambda *avals, of_value, **params: of_value),
-)
-declare(ROW_MAJOR, Traits(elementwise=True, passes_on=True))
 
 
 def materialize(x: Any, dtype: np.dtype) -> Any:
@@ -115,6 +109,16 @@ def _register(primitive: Primitive, transpose: Callable[..., Any], anywhere: Any
     )
 
 
+declare(
+    MATERIALIZED,
+    Traits(
+        elementwise=True,
+        passes_on=True,
+        kept=lambda *avals, of_value, **params: of_value,
+        jet=jet_of(_rounded),
+    ),
+)
+declare(ROW_MAJOR, Traits(elementwise=True, passes_on=True, jet=jet_of(_identity)))
 _register(MATERIALIZED, _transpose, _rounded, _materialized_on_cuda)
 _register(ROW_MAJOR, lambda ct, x: [ct], _identity, _row_major_on_cuda)
 ad.primitive_jvps[MATERIALIZED] = _jvp

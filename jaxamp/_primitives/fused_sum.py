@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching, mlir, xla
 
-from .._compat import Primitive, is_for_one_device
+from .._compat import Primitive, is_for_one_device, jet_of
 from .._traits import Traits, declare
 
 FUSED_SUM = Primitive("fused_sum")
-declare(FUSED_SUM, Traits(fixed_dtype=True))
 
 
 def fused_sum(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -49,6 +48,7 @@ def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, int | None]:
     return jax.vmap(_each, dims)(*operands), 0
 
 
+declare(FUSED_SUM, Traits(fixed_dtype=True, jet=jet_of(_each)))
 FUSED_SUM.def_impl(functools.partial(xla.apply_primitive, FUSED_SUM))
 FUSED_SUM.def_abstract_eval(lambda *avals: jax.core.ShapedArray((), jnp.float32))
 mlir.register_lowering(FUSED_SUM, mlir.lower_fun(_each, multiple_results=False))

@@ -13,7 +13,7 @@ from .._compat import Primitive
 from .._traits import Traits, declare
 
 MASK = Primitive("mask_of_positions")
-declare(MASK, Traits(makes_positions=True, cheap=True))
+declare(MASK, Traits(makes_positions=True, cheap=True))  # bools have no derivatives
 
 _RESHAPES = (lax.broadcast_in_dim_p, lax.reshape_p, lax.squeeze_p)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax import tree_util as jtu
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
@@ -68,10 +69,6 @@ def _low(x: Any, dtype: np.dtype) -> Any:
 def _define(base: Primitive) -> Primitive:
     """The mixed form of a bilinear primitive. Operands after the first two are not differentiated."""
     own = Primitive(f"mixed_{base.name}")
-    declare(
-        own,
-        dataclasses.replace(traits_of(base), shown_as=base.name, multiplies_in=lambda params: params["compute_dtype"]),
-    )
 
     def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
         return base.bind(_low(x, compute_dtype), _low(w, compute_dtype), *rest, **params)
@@ -86,6 +83,8 @@ def _define(base: Primitive) -> Primitive:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))
         return base.abstract_eval(x, w, *rest, **params)[0]
 
+    traits = dataclasses.replace(traits_of(base), shown_as=base.name, jet=functools.partial(_jet, base))
+    declare(own, dataclasses.replace(traits, multiplies_in=lambda params: params["compute_dtype"]))
     own.def_abstract_eval(abstract_eval)
     own.def_impl(functools.partial(xla.apply_primitive, own))
     mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
@@ -142,7 +141,7 @@ def _transpose(
         outs[i] = rule(ct, other.astype(ct.dtype), *rest)
     else:
         given = [_low(ct, compute_dtype), other, *rest]
-        outs[i] = _with_mixed(base, rule, given, given, compute_dtype)
+        (outs[i],) = _with_mixed(base, rule, given, given, compute_dtype)
     return outs
 
 
@@ -165,7 +164,30 @@ def _batch(
 
     x, w, *rest = operands
     like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in (x, w)]
-    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, wide_cotangent), found[-1]
+    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, wide_cotangent)[0], found[-1]
+
+
+def _jet(
+    base: Primitive,
+    rules: Any,
+    primals: Any,
+    series: Any,
+    *,
+    compute_dtype: np.dtype,
+    wide_cotangent: bool,
+    **params: Any,
+) -> Any:
+    """The base's rule of `jax.experimental.jet`: products of the terms of two Taylor series."""
+    terms, tree = jtu.tree_flatten(list(zip(primals, map(list, series), strict=True)))
+    multiplied = sum(1 + len(some) for some in series[:2])  # the others are sizes of groups
+
+    def rule(*terms: Any) -> list[Any]:
+        pairs = jtu.tree_unflatten(tree, terms)
+        return jtu.tree_leaves(rules[base]([x for x, _ in pairs], [some for _, some in pairs], **params))
+
+    like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in terms[:multiplied]]
+    out, *outs = _with_mixed(base, rule, terms, [*like, *terms[multiplied:]], compute_dtype, wide_cotangent)
+    return out, outs
 
 
 def _with_mixed(
@@ -175,10 +197,10 @@ def _with_mixed(
     like: Sequence[Any],
     compute_dtype: np.dtype,
     wide_cotangent: bool = False,
-) -> Any:
+) -> list[Any]:
     """Run a rule of the base, traced on operands like `like`, on `operands`, with our primitive in place of the base.
 
-    All other operations of such a rule move entries, in any dtype.
+    All other operations of such a rule move entries, in any dtype, or add results.
     """
 
     def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
@@ -186,4 +208,4 @@ def _with_mixed(
             return bind(eqn, ins)
         return [mixed(base, ins, eqn.params, compute_dtype, wide_cotangent)]
 
-    return evaluate(jax.make_jaxpr(rule)(*like), operands, apply)[0]
+    return evaluate(jax.make_jaxpr(rule)(*like), operands, apply)

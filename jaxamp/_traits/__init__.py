@@ -13,4 +13,5 @@ from .traits import Traits as Traits
 from .traits import declare as declare
 from .traits import declared as declared
 from .traits import shown_name as shown_name
+from .traits import teach_jet as teach_jet
 from .traits import traits_of as traits_of

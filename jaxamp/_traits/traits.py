@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .._compat import Primitive
+import jax
+
+from .._compat import Primitive, jet_knows, jet_of, primitives
 from .matmul_cost import Dims
 
 
@@ -40,6 +42,9 @@ class Traits:
     plain_call: bool = False  # its body runs once, in its place
     own_jvp: bool = False  # a user's rule says what the forward derivative of its body is
     checkpoints: bool = False  # a user decides here what is kept for the backward pass
+
+    # -- transforms
+    jet: Callable[..., Any] | None = None  # its rule for `jax.experimental.jet`, as `_compat.jet_knows` takes it
 
     # -- what is kept or remembered
     cheap: bool = False  # one pass over operands that are read anyway: computed again, not kept
@@ -78,6 +83,17 @@ _FOUND: dict[Primitive, Traits] = {}  # what `traits_of` has said
 def declare(primitive: Primitive, traits: Traits) -> None:
     """Say what is true of a primitive that is not JAX's, next to its definition."""
     _DECLARED[primitive] = _FOUND[primitive] = traits.with_implied()
+    if traits.jet is not None:
+        jet_knows(primitive, traits.jet)
+
+
+def teach_jet() -> None:
+    """Let `jax.experimental.jet`, if it is imported, go through our primitives and the checkpoints that we set."""
+    for primitive, traits in _DECLARED.items():
+        if traits.jet is not None:
+            jet_knows(primitive, traits.jet)
+    checkpointed = jet_of(lambda *operands, jaxpr, **params: jax.core.eval_jaxpr(jaxpr, (), *operands))
+    jet_knows(primitives()["remat2"], checkpointed)
 
 
 def declared(name: str) -> Primitive | None:

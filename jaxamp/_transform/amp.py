@@ -21,6 +21,7 @@ from .._plan.plan import Plan, Setting
 from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep, keeping_little, may_keep_little
 from .._plan.sensitivity import Value, sensitivity_of_argument
+from .._traits import teach_jet
 from .call import Call, Result, split_call
 from .interpreter import Interpreter, Where
 from .ledger import Ledger
@@ -179,6 +180,7 @@ def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def amp_fn(*args: Any, **kwargs: Any) -> Any:
+        teach_jet()
         call, arrays, nodes = split_call(fn, args, kwargs)
         if under_jit():  # the trace around us owns the cache
             outs, result = _flat(options, call)(*arrays)

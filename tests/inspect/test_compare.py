@@ -240,3 +240,10 @@ def test_bad_input():
         jax.jit(compare(loss))(PARAMS, X)
     with pytest.raises(TypeError, match="DynamicScalerState"):
         compare(loss)(PARAMS, X, dynamic_scaler_state=3.0)
+
+
+def test_a_gradient_that_cannot_be_traced_is_not_close():
+    loop = lambda x: lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c @ c + 1, x)
+    with pytest.raises(AssertionError, match=r"can't be traced.*: ValueError: Reverse-mode .* pass backward=False"):
+        assert_amp_close(loop, (jnp.ones((2, 2)),))
+    assert_amp_close(loop, (jnp.ones((2, 2)),), backward=False)

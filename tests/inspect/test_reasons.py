@@ -11,6 +11,8 @@ DETAILS = {
     Why.READ_ONLY_BY: ("exp",),
     Why.BY_PASS: "a product with 1",
     Why.FIXED_DTYPE: "cholesky",
+    Why.ASKS_FOR_PRECISION: "HIGHEST",
+    Why.SETTING_ASKS_FOR_PRECISION: "float32",
     Why.LITERAL_UNDERFLOWS: (1e-12, "float16"),
     Why.LITERAL_OVERFLOWS: (-1e9, "float16"),
     Why.NOT_ENTERED: "pallas_call",

@@ -446,3 +446,66 @@ def test_a_report_leaves_amp_as_it_is():
     assert str(jax.make_jaxpr(jax.grad(mixed))(*NET)) == before
     hlo = jax.jit(mixed).lower(*NET).as_text(debug_info=True)
     assert "jaxamp:" not in hlo
+
+
+def test_a_gradient_that_cannot_be_traced_fails_the_check():
+    def loop(w, x):
+        return jnp.sum(lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c @ w, x))
+
+    report = amp_report(loop, compute_dtype=jnp.bfloat16)(W, X)
+    assert report.backward_error.startswith("ValueError: Reverse-mode differentiation does not work")
+    assert report.notes == (f"no backward pass: {report.backward_error}",)
+    assert report.to_dict()["backward_error"] == report.backward_error
+    with pytest.raises(AssertionError, match=r"can't be traced.*: ValueError: Reverse-mode .* pass backward=False"):
+        jaxamp.assert_mixed(loop, (W, X), compute_dtype=jnp.bfloat16)
+    jaxamp.assert_mixed(loop, (W, X), compute_dtype=jnp.bfloat16, backward=False)
+
+
+def test_a_gradient_that_fails_under_amp_alone_says_so(monkeypatch):
+    monkeypatch.setattr("jaxamp._plan.rewrites.pull_back", lambda *_: 1 / 0)
+    square = jax.custom_vjp(lambda w: w @ w)
+    square.defvjp(lambda w: (w @ w, w), lambda w, g: (g @ w,))
+    report = amp_report(lambda w: jnp.sum(square(w)), compute_dtype=jnp.bfloat16)(W)
+    assert report.backward_error == "ZeroDivisionError: division by zero (under amp alone: please report it)"
+
+
+def test_what_has_nothing_to_differentiate_passes_the_check():
+    jaxamp.assert_mixed(lambda n, w: jnp.argmax(w @ w) + n, (1, W), compute_dtype=jnp.bfloat16)
+
+
+def test_a_wide_outer_product_is_no_wide_matmul():
+    def total(w, x):
+        return lax.scan(lambda c, y: (c + jnp.outer(y, y), None), w, x)[0]
+
+    report = amp_report(total, compute_dtype=jnp.bfloat16)(W, X)
+    pairs = lambda x: lax.dot_general(x, x, (((), ()), ((0,), (0,))))
+    assert reasons(pairs, X)["dot_general"] == "an outer product: no low operand"
+    assert report.matmuls == ()
+    assert_mixed(total, (W, X), compute_dtype=jnp.bfloat16)
+
+
+def test_weight_gradients_of_single_examples_say_why_they_are_wide():
+    @jax.custom_vjp
+    def layer(x, w):
+        return x @ w
+
+    layer.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, jnp.einsum("i,j->ij", jnp.exp(r[0]), g)))
+    loss = lambda w, x: jnp.sum(jax.vmap(layer, (0, None))(x, w) ** 2)
+    report = amp_report(loss, compute_dtype=jnp.bfloat16)(W, X)
+    (row,) = [r for r in report.rows if r.primitive == "dot_general" and r.kind == "other"]
+    assert row.reason == "derivative of dot_general: an outer product: follows a float32 operand"
+    assert report.low_share == 1.0
+
+
+def test_who_asks_for_precision():
+    asked = lambda x, w: jnp.matmul(x, w, precision="highest")
+    by_operation = "asks for precision=HIGHEST; without that argument it would be lowered"
+    assert reasons(asked, X, W)["dot_general"] == by_operation
+    with jax.default_matmul_precision("float32"):
+        assert reasons(lambda x, w: x @ w, X, W)["dot_general"] == (
+            "jax_default_matmul_precision = 'float32' asks for precision; unset it with jax.config.update. "
+            "A library that you import may have set it"
+        )
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert reasons(lambda x, w: x @ w, X, W)["dot_general"] == "policy table"
+        assert reasons(asked, X, W)["dot_general"] == by_operation

@@ -56,7 +56,7 @@ CASES = {
         lambda x: jnp.matmul(x, x, precision="highest"),
         "dot_general",
         Mode.AS_WRITTEN,
-        Reason(Why.ASKS_FOR_PRECISION),
+        Reason(Why.ASKS_FOR_PRECISION, "HIGHEST"),
         PROTECTED,
     ),
     "a cholesky": (
