@@ -7,10 +7,12 @@ those of the bare primitive. `jit` tells apart what a trace depends on: equation
 """
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.extend.core as jec
 
 from ._compat import (
     EARLY_INLINE,
@@ -91,6 +93,22 @@ def _last_uses(body: Jaxpr) -> list[list[Var]]:
         found.append(list(mine))
     found.reverse()
     return found
+
+
+_USUAL_DEPTH = 10
+_FRAMES = 50  # of Python's stack, for a function inside of a function while it is planned, traced or differentiated
+
+
+def make_room(jaxpr: Jaxpr) -> None:
+    """Raise Python's recursion limit if functions are nested too deep for it. It stays there: threads share it."""
+    depth = _depth(jaxpr, Memo())
+    if depth > _USUAL_DEPTH:
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _FRAMES * depth))
+
+
+def _depth(jaxpr: Jaxpr, known: "Memo") -> int:
+    inside = (body for eqn in open_jaxpr(jaxpr).eqns for body in jec.jaxprs_in_params(eqn.params))
+    return known.get(jaxpr, None, lambda: 1 + max((_depth(body, known) for body in inside), default=0))
 
 
 def along(fun: Callable[..., Any], operands: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:

@@ -49,6 +49,18 @@ def may_keep_little(written: Jaxpr) -> bool:
     return not (_has_checkpoint(written) or open_jaxpr(written).effects)
 
 
+def has_work(written: Jaxpr) -> bool:
+    """Whether there is something to compute again, other than in the bodies of loops inside."""
+    return any(map(_is_work, open_jaxpr(written).eqns))
+
+
+def _is_work(eqn: Any) -> bool:
+    traits = traits_of(eqn.primitive)
+    if traits.plain_call:
+        return any(map(has_work, jec.jaxprs_in_params(eqn.params)))
+    return traits.nonlinear or traits.product or traits.own_jvp
+
+
 def keeping_little(fun: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
     """`fun` as a checkpoint that keeps little.
 

@@ -32,7 +32,7 @@ from .._compat import (
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
-from .residuals import Keep, keeping_little, may_keep_little
+from .residuals import Keep, has_work, keeping_little, may_keep_little
 from .sensitivity import LOW, PROTECTED, Value
 
 
@@ -73,7 +73,7 @@ def rebind(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list
 def rewrite_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     (plan,), (body,) = step.bodies, step.entry.bodies
     outs = [step.outs[r] for r in body.results]
-    if not plan.touched or rewriter.keep == "all" or not may_keep_little(plan.jaxpr):
+    if not plan.touched or rewriter.keep == "all" or not (has_work(plan.jaxpr) and may_keep_little(plan.jaxpr)):
         return bind(eqn, operands, **{body.param: rewriter.trace(plan, outs)})
     jaxpr = rewriter.within_checkpoint().trace(plan, outs)
     run = keeping_little(jec.jaxpr_as_fun(jaxpr), in_loop=True)

@@ -56,10 +56,9 @@ _TABLE: dict[str, str] = {
     "sum": "add sub",
     "compares": _COMPARES,
     "reduces": "reduce_max reduce_min reduce_prod reduce_sum",
-    # linear_solve is Lineax'
     "magnifies": """
-        cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product linear_solve lu
-        ormqr qr schur svd triangular_solve tridiagonal tridiagonal_solve
+        cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr
+        schur svd triangular_solve tridiagonal tridiagonal_solve
     """,
     "passes_on": "convert_element_type",
     "mask_arithmetic": f"""
@@ -96,6 +95,7 @@ def _fill() -> None:
         found[name]["kept"] = _reduces_many
     for name, costs in _COSTS.items():
         found[name] |= costs
+    found["linear_solve"] = {"magnifies": True}  # Lineax'
     OF_JAX.update({name: dataclasses.replace(NONE, **traits).with_implied() for name, traits in found.items()})
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from .. import _passes
 from .._compat import EARLY_INLINE, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
+from .._jaxpr import make_room
 from .._plan.classify import Classifier
 from .._plan.plan import Plan, Setting
 from .._plan.planner import Planner, Want
@@ -50,6 +51,7 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
         return out
 
     jaxpr = jax.make_jaxpr(flat)(*arrays)
+    make_room(jaxpr)
     formats = Formats(options.compute_dtype)
     if formats.narrows and not options.lookup.inert:
         for rewrite in options.enabled(_passes.JAXPR_PASSES):

@@ -9,6 +9,7 @@ DETAILS = {
     Why.BY_SCOPE: "head",
     Why.BY_SCOPE_AND_PRIMITIVE: "head",
     Why.READ_ONLY_BY: ("exp",),
+    Why.READ_BY_SOLVE: Reason(Why.BY_PRIMITIVE),
     Why.BY_PASS: "a product with 1",
     Why.FIXED_DTYPE: "cholesky",
     Why.ASKS_FOR_PRECISION: "HIGHEST",

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import both, dtypes_of, jaxpr_of, matmul_dtypes, normal
+from helpers import W, both, count, dtypes_of, jaxpr_of, matmul_dtypes, normal
 from jax import lax
 from oracles import amped, assert_near, assert_right, with_gradients
+
+import jaxamp
 
 # -- positions
 
@@ -375,3 +377,36 @@ def test_small_entries_of_a_closed_over_array_are_no_epsilons(low: Any):
     bias = np.array([1e-7, 1.0, 2.0, 3.0], np.float32)
     jaxpr = jaxpr_of(amped(lambda x: jnp.tanh(x @ x + bias) @ x, low), normal(0, 4, 4))
     assert dtypes_of("add", jaxpr) == [jnp.dtype(low).name]
+
+
+# -- functions in functions
+
+
+def nested(depth, around):
+    def layer(x):
+        return jnp.tanh(x @ W)
+
+    for _ in range(depth):
+        layer = around(layer)
+    return lambda x: jnp.sum(layer(x))
+
+
+def in_jit(f):
+    return jax.jit(lambda x: 1.5 * f(x))
+
+
+def in_scan(f):
+    return lambda x: lax.scan(lambda carry, _: (f(carry), None), x, None, length=1)[0]
+
+
+@pytest.mark.parametrize("around", [in_jit, in_scan])
+def test_functions_sixty_deep(around):
+    x = jnp.ones((4, 4)) * 0.1
+    fn = nested(60 if around is in_jit else 20, around)
+    found = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(x)
+    np.testing.assert_allclose(found, jax.grad(fn)(x), rtol=2e-2)
+
+
+def test_loops_that_only_hold_a_loop_are_not_computed_again():
+    amp = jaxamp.amp(nested(5, in_scan), compute_dtype=jnp.bfloat16)
+    assert count("remat2", jax.make_jaxpr(amp)(jnp.ones((4, 4)))) == 1
