@@ -15,6 +15,9 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from models.plugin import pytest_addoption as pytest_addoption
+from models.plugin import pytest_collection_modifyitems as pytest_collection_modifyitems
+from models.plugin import pytest_terminal_summary as pytest_terminal_summary
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
@@ -22,12 +25,15 @@ pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by
 
 
 class _Together(LoadScopeScheduling):
-    """Tests that share what is slow to make run in one process: those of a program, of two processes, of a browser."""
+    """Tests that share what is slow to make run in one process: of a program, a model, two processes, a browser."""
 
     def _split_scope(self, nodeid: str) -> str:
         program = re.search(r"test_laws\.py::\w+\[(.+)-b?float\d+\]", nodeid)
         if program:
             return program[1]
+        model = re.search(r"test_models\.py::\w+\[(.+?)(?:-b?float\d+-\w+)?\]", nodeid)
+        if model:
+            return model[1]
         return next((name for name in _SHARING if name in nodeid), nodeid)
 
 
