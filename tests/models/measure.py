@@ -26,12 +26,13 @@ class Plain(NamedTuple):
     model: Model
     step: Callable[..., Any]
     first: "Step"
+    grads: Any  # what gradients are compared with: the first step's, or those in float64
     losses: list[float]
     state: Any  # after the last step
 
 
 class Figures(NamedTuple):
-    """One model in one dtype. Errors are norms of differences, relative to float32's gradient."""
+    """One model in one dtype. Errors are norms of differences, relative to the gradient in float32 or float64."""
 
     share: float  # of the matmuls' FLOPs that run low, backward pass included
     notes: tuple[str, ...]  # what the report could not see
@@ -90,7 +91,19 @@ def plain(entry: Entry) -> Plain:
     model = entry.build()
     step, begin = make_step(model.under(lambda fn: fn), model.rate, scaled=False)
     first, losses, state = train(step, begin, model)
-    return Plain(model, lambda params, batch: step(params, model.state, begin(params), batch), first, losses, state)
+    again = lambda params, batch: step(params, model.state, begin(params), batch)
+    return Plain(model, again, first, in_float64(model) if model.oracle else first.grads, losses, state)
+
+
+def in_float64(model: Model) -> Any:
+    """The gradient of the same loss on float64 arrays."""
+
+    def wide(x: Any) -> Any:
+        return np.asarray(x, np.float64) if eqx.is_inexact_array(x) else x
+
+    with jax.enable_x64(True):
+        args = jax.tree.map(wide, (model.params, model.state, model.batch))
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(model.loss, has_aux=True))(*args)[0])
 
 
 def measure(base: Plain, low: Any) -> Figures:
@@ -103,14 +116,14 @@ def measure(base: Plain, low: Any) -> Figures:
     own = None
     if model.own is not None:
         step, begin = make_step(model.own(low), model.rate, scaled)
-        own = distance(step(model.params, model.state, begin(model.params), model.batch).grads, base.first.grads)
+        own = distance(step(model.params, model.state, begin(model.params), model.batch).grads, base.grads)
     fall = base.losses[0] - base.losses[-1]
     return Figures(
         share=report.low_share,
         notes=report.notes,
         kept=report.kept.after / report.kept.before if report.kept else math.nan,
-        error=distance(first.grads, base.first.grads),
-        response=distance(rounded.grads, base.first.grads),
+        error=distance(first.grads, base.grads),
+        response=distance(rounded.grads, base.grads),
         own=own,
         drift=abs(losses[-1] - base.losses[-1]) / abs(fall),
         losses=losses,
@@ -137,7 +150,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 def floats(tree: Any) -> list[np.ndarray]:
-    return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x)]
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(tree) if eqx.is_inexact_array_like(x)]
 
 
 def integers(tree: Any) -> list[np.ndarray]:

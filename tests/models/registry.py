@@ -23,6 +23,7 @@ class Model(NamedTuple):
     wrapped: Callable[[Callable[[Any], Any]], Loss] | None = None  # `loss`, with the user's function transformed inside
     own: Callable[[Any], Loss] | None = None  # `loss` in the library's own mode for a low dtype, on the same parameters
     rate: float = 1e-3  # of Adam
+    oracle: bool = False  # whether gradients are compared with those in float64, because float32's own error matters
 
     def under(self, transform: Callable[[Any], Any]) -> Loss:
         """The loss with `transform` around the function that a user would wrap."""
