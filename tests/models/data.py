@@ -16,6 +16,10 @@ def labels(seed: int, *shape: int, classes: int = 10) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, classes, shape), jnp.int32)
 
 
+def tokens(seed: int, *shape: int) -> jax.Array:
+    return labels(seed, *shape, classes=256)
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 

@@ -113,9 +113,9 @@ def measure(base: Plain, low: Any) -> Figures:
     report = jaxamp.amp_report(model.loss, compute_dtype=low)(model.params, model.state, model.batch)
     first, losses, state = train(*make_step(model.under(amp), model.rate, scaled), model)
     rounded = base.step(*round_to((model.params, model.batch), low))
-    own = None
-    if model.own is not None:
-        step, begin = make_step(model.own(low), model.rate, scaled)
+    own, loss = None, model.own and model.own(low)
+    if loss is not None:
+        step, begin = make_step(loss, model.rate, scaled)
         own = distance(step(model.params, model.state, begin(model.params), model.batch).grads, base.grads)
     fall = base.losses[0] - base.losses[-1]
     return Figures(

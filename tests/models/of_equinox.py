@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .data import cross_entropy, labels, normal, without_state
+from .data import cross_entropy, labels, normal, tokens, without_state
 from .registry import Model, model
 
 
@@ -41,7 +41,8 @@ def attention() -> Model:
             return x + jax.vmap(self.mlp)(jax.vmap(self.norm)(x))
 
     keys = jax.random.split(jax.random.key(0), 4)
-    module = eqx.nn.Embedding(256, 64, key=keys[0]), [Block(keys[1]), Block(keys[2])], eqx.nn.Linear(64, 256, key=keys[3])
+    blocks = [Block(key) for key in keys[:2]]
+    module = eqx.nn.Embedding(256, 64, key=keys[2]), blocks, eqx.nn.Linear(64, 256, key=keys[3])
 
     def loss(module: Any, batch: Any) -> jax.Array:
         embed, blocks, head = module
@@ -49,13 +50,13 @@ def attention() -> Model:
 
         def one(ids: Any, key: Any) -> Any:
             x = jax.vmap(embed)(ids)
-            for block, key in zip(blocks, jax.random.split(key, len(blocks)), strict=True):
-                x = block(x, key)
+            for block, own in zip(blocks, jax.random.split(key, len(blocks)), strict=True):
+                x = block(x, own)
             return jax.vmap(head)(x)
 
         return cross_entropy(jax.vmap(one)(ids, jax.random.split(key, len(ids))), targets)
 
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256), jax.random.key(2)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64), jax.random.key(2)
     return make(module, loss, batch)
 
 
@@ -127,7 +128,10 @@ def field(width: int, out: int, key: Any) -> Any:
     return eqx.nn.MLP(width, out, 64, 2, jax.nn.softplus, key=key)
 
 
-@model("diffrax", "neural ODE", "diffrax", quick=True)
+CHECKPOINTS = "what is kept are the solver's checkpoints of its state, the float32 carry of a loop"
+
+
+@model("diffrax", "neural ODE", "diffrax", quick=True, kept=CHECKPOINTS)
 def neural_ode() -> Model:
     """As in diffrax' documentation: an MLP, Tsit5 with adaptive steps, vmapped over the batch."""
     import diffrax

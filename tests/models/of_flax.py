@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .data import cross_entropy, labels, normal
+from .data import cross_entropy, labels, normal, tokens
 from .registry import Model, model
 
 F32 = jnp.dtype(jnp.float32)
@@ -84,7 +84,7 @@ def linen_transformer() -> Model:
                 x = x + nn.Dropout(0.1, deterministic=False)(nn.Dense(64, dtype=self.dtype)(y))
             return nn.Dense(256, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)).astype(jnp.float32)
 
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256), jax.random.key(2)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64), jax.random.key(2)
     return linen(lambda dtype: Transformer(dtype=dtype), batch, cross_entropy)
 
 
@@ -163,7 +163,8 @@ def nnx_transformer() -> Model:
             self.attend = nnx.MultiHeadAttention(
                 4, 64, dropout_rate=0.1, deterministic=False, decode=False, rngs=rngs, dtype=dtype
             )
-            self.up, self.down = nnx.Linear(64, 256, rngs=rngs, dtype=dtype), nnx.Linear(256, 64, rngs=rngs, dtype=dtype)
+            self.up = nnx.Linear(64, 256, rngs=rngs, dtype=dtype)
+            self.down = nnx.Linear(256, 64, rngs=rngs, dtype=dtype)
             self.drop = nnx.Dropout(0.1, rngs=rngs)
 
         def __call__(self, x: Any, mask: Any) -> Any:
@@ -184,5 +185,5 @@ def nnx_transformer() -> Model:
             return self.head(self.norm(x)).astype(jnp.float32)
 
     loss = lambda module, batch: cross_entropy(module(batch[0]), batch[1])
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64)
     return nnx_model(lambda dtype: Net(nnx.Rngs(0), dtype), batch, loss)

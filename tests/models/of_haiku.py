@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .data import cross_entropy, labels, normal
+from .data import cross_entropy, labels, normal, tokens
 from .registry import Model, model
 
 NEEDS = "haiku", "jmp"
@@ -118,5 +118,5 @@ def transformer() -> Model:
             x = x + hk.dropout(hk.next_rng_key(), 0.1, y)
         return hk.Linear(256)(hk.LayerNorm(-1, True, True)(x))
 
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256), jax.random.key(2)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64), jax.random.key(2)
     return make(network, batch, classify)

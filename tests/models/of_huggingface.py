@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .data import labels, normal
+from .data import labels, normal, tokens
 from .registry import Model, model
 
 NEEDS = "transformers", "flax"
@@ -32,8 +32,6 @@ def make(cls: str, config: str, apply: Any, batch: Any, **options: Any) -> Model
     return Model(loss_of(jnp.dtype(jnp.float32)), params, batch, own=loss_of)
 
 
-
-
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """As the library's own training scripts have it."""
     return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1])).mean()
@@ -46,7 +44,7 @@ def bert() -> Model:
         logits = made(ids, params=params, dropout_rng=key, train=True).logits
         return cross_entropy(logits, labels)
 
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256), jax.random.key(2)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64), jax.random.key(2)
     return make("FlaxBertForMaskedLM", "BertConfig", apply, batch, **SMALL, intermediate_size=256)
 
 
@@ -60,13 +58,13 @@ def next_token(made: Any, params: Any, batch: Any) -> jax.Array:
 def gpt2() -> Model:
     sizes = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
     ends = {"bos_token_id": 0, "eos_token_id": 1}
-    return make("FlaxGPT2LMHeadModel", "GPT2Config", next_token, (labels(0, 4, 64, classes=256), jax.random.key(2)), **sizes, **ends)
+    return make("FlaxGPT2LMHeadModel", "GPT2Config", next_token, (tokens(0, 4, 64), jax.random.key(2)), **sizes, **ends)
 
 
 @model("transformers", "Llama", *NEEDS)
 def llama() -> Model:
     sizes = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 64}
-    return make("FlaxLlamaForCausalLM", "LlamaConfig", next_token, (labels(0, 4, 64, classes=256), jax.random.key(2)), **sizes)
+    return make("FlaxLlamaForCausalLM", "LlamaConfig", next_token, (tokens(0, 4, 64), jax.random.key(2)), **sizes)
 
 
 @model("transformers", "T5", *NEEDS)
@@ -85,7 +83,7 @@ def t5() -> Model:
         return cross_entropy(logits, labels)
 
     sizes = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4}
-    batch = labels(0, 4, 64, classes=256), labels(1, 4, 64, classes=256), labels(2, 4, 64, classes=256), jax.random.key(3)
+    batch = tokens(0, 4, 64), tokens(1, 4, 64), tokens(2, 4, 64), jax.random.key(3)
     return make("FlaxT5ForConditionalGeneration", "T5Config", apply, batch, **sizes, decoder_start_token_id=0)
 
 
@@ -111,7 +109,7 @@ def clip() -> Model:
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
     text = {**sizes, "vocab_size": 256, "max_position_embeddings": 64, "eos_token_id": 1, "bos_token_id": 0}
-    batch = labels(0, 8, 64, classes=256), normal(1, 8, 3, 32, 32), jax.random.key(2)
+    batch = tokens(0, 8, 64), normal(1, 8, 3, 32, 32), jax.random.key(2)
     vision = {**sizes, "image_size": 32, "patch_size": 4}
     return make("FlaxCLIPModel", "CLIPConfig", apply, batch, text_config=text, vision_config=vision, projection_dim=64)
 
@@ -127,6 +125,6 @@ def whisper() -> Model:
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
     ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 1}
     places = {"max_source_positions": 64, "max_target_positions": 64, "dropout": 0.1}
-    batch = normal(0, 4, 16, 128), labels(1, 4, 64, classes=256), labels(2, 4, 64, classes=256), jax.random.key(3)
+    batch = normal(0, 4, 16, 128), tokens(1, 4, 64), tokens(2, 4, 64), jax.random.key(3)
     options = {**sizes, **heads, **ends, **places, "begin_suppress_tokens": None, "suppress_tokens": None}
     return make("FlaxWhisperForConditionalGeneration", "WhisperConfig", apply, batch, **options)

@@ -1,6 +1,7 @@
 """Keras 3 on JAX: its applications, without weights, wrapped where its own trainer would differentiate."""
 
 import os
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ def make(network_of: Any, batch: Any) -> Model:
         finally:
             keras.config.set_dtype_policy(before)
         # Logits: a softmax inside of the network would run in the policy's low dtype.
-        network.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer=None, jit_compile=False)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        network.compile(loss=loss, optimizer=None, jit_compile=False)
         return network
 
     network = compiled("float32")
@@ -49,34 +51,40 @@ def make(network_of: Any, batch: Any) -> Model:
     return Model(wrapped(lambda fn: fn), params, batch, state=state, wrapped=wrapped, own=own)
 
 
-def images(size: int = 32, number: int = 8) -> tuple[jax.Array, jax.Array]:
-    return 50 * normal(0, number, size, size, 3) + 128, labels(1, number)
+def images(size: int) -> tuple[jax.Array, jax.Array]:
+    return 50 * normal(0, 16, size, size, 3) + 128, labels(1, 16)
 
 
-OPTIONS = {"weights": None, "classes": 10, "classifier_activation": None, "input_shape": (32, 32, 3)}
+def options(size: int) -> dict[str, Any]:
+    """No weights to download, and logits."""
+    return {"weights": None, "classes": 10, "classifier_activation": None, "input_shape": (size, size, 3)}
 
 
 @model("keras", "MobileNet", *NEEDS, quick=True)
 def mobilenet() -> Model:
-    return make(lambda keras: keras.applications.MobileNet(alpha=0.25, **OPTIONS), images())
+    return make(lambda keras: keras.applications.MobileNet(alpha=0.25, **options(64)), images(64))
 
 
 @model("keras", "MobileNetV3", *NEEDS)
 def mobilenet_v3() -> Model:
-    return make(lambda keras: keras.applications.MobileNetV3Small(alpha=0.5, **OPTIONS), images())
+    return make(lambda keras: keras.applications.MobileNetV3Small(alpha=0.5, **options(64)), images(64))
 
 
 @model("keras", "EfficientNet", *NEEDS)
 def efficientnet() -> Model:
-    return make(lambda keras: keras.applications.EfficientNetV2B0(**OPTIONS), images())
+    def network(keras: Any) -> Any:
+        file = import_module("keras.src.applications.efficientnet")  # smaller than the smallest that has a name
+        sizes = {"width_coefficient": 0.25, "depth_coefficient": 0.1, "default_size": 64, "weights_name": ""}
+        return file.EfficientNet(**sizes, name="efficientnet", **options(64))
+
+    return make(network, images(64))
 
 
 @model("keras", "ConvNeXt", *NEEDS)
 def convnext() -> Model:
-    from importlib import import_module
-
     def network(keras: Any) -> Any:
         file = import_module("keras.src.applications.convnext")
-        return file.ConvNeXt(depths=[1, 1, 2, 1], projection_dims=[16, 32, 64, 128], default_size=32, **OPTIONS)
+        sizes = {"depths": [1, 1, 2, 1], "projection_dims": [16, 32, 64, 128], "default_size": 32}
+        return file.ConvNeXt(**sizes, weights_name="", name="convnext", **options(32))
 
-    return make(network, images())
+    return make(network, images(32))

@@ -21,7 +21,7 @@ class Model(NamedTuple):
     batch: Any
     state: Any = ()  # batch statistics, counters, keys: what a step carries on beside the parameters
     wrapped: Callable[[Callable[[Any], Any]], Loss] | None = None  # `loss`, with the user's function transformed inside
-    own: Callable[[Any], Loss] | None = None  # `loss` in the library's own mode for a low dtype, on the same parameters
+    own: Callable[[Any], Loss | None] | None = None  # `loss` in the library's own mode for a low dtype, if it has one
     rate: float = 1e-3  # of Adam
     oracle: bool = False  # whether gradients are compared with those in float64, because float32's own error matters
 

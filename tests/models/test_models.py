@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-
 from models import laws, measure, plugin, registry
 
 pytestmark = [
