@@ -24,10 +24,7 @@ Verdict = tuple[bool, str]
 def gradient(found: Figures) -> Verdict:
     """The gradient is as near to float32's as rounding alone allows, up to a factor."""
     ratio = found.error / found.response
-    return (
-        ratio <= RESPONSES,
-        f"the gradient's error is {ratio:.2f} times the response to rounding, {found.response:.2e}",
-    )
+    return ratio <= RESPONSES, f"the gradient's error is {ratio:.2f} times the response of {found.response:.2e}"
 
 
 def own(found: Figures) -> Verdict:

@@ -15,7 +15,7 @@ NEEDS = ("keras",)
 
 def make(network_of: Any, batch: Any) -> Model:
     """`network_of(keras)` makes the network. The state: batch statistics, seeds and metrics."""
-    os.environ.setdefault("KERAS_BACKEND", "jax")
+    os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
     def compiled(policy: str) -> Any:
