@@ -10,6 +10,7 @@ import numpy as np
 from .measure import Figures, distance
 
 RESPONSES = 3.5  # times the change of float32's gradient when parameters and inputs are rounded
+CHAOS = 0.5  # a response beyond which no gradient means anything
 OWN = 1.1  # times the library's own error: two roundings of the same numbers differ by chance
 LOW_SHARE = 0.95
 KEPT = 0.8  # of float32's bytes
@@ -23,6 +24,8 @@ Verdict = tuple[bool, str]
 
 def gradient(found: Figures) -> Verdict:
     """The gradient is as near to float32's as rounding alone allows, up to a factor."""
+    if found.response > CHAOS:
+        return False, f"rounding moves float32's gradient by {found.response:.2f}: the model is too chaotic to judge"
     ratio = found.error / found.response
     return ratio <= RESPONSES, f"the gradient's error is {ratio:.2f} times the response of {found.response:.2e}"
 
