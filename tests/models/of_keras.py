@@ -76,17 +76,17 @@ def resnet() -> Model:
 
 @model("keras", "MobileNetV3", *NEEDS)
 def mobilenet_v3() -> Model:
-    return make(lambda keras: keras.applications.MobileNetV3Small(alpha=0.5, **options(64)), images(64))
+    return make(lambda keras: keras.applications.MobileNetV3Small(alpha=0.5, **options(32)), images(32))
 
 
 @model("keras", "EfficientNet", *NEEDS)
 def efficientnet() -> Model:
     def network(keras: Any) -> Any:
         file = import_module("keras.src.applications.efficientnet")  # smaller than the smallest that has a name
-        sizes = {"width_coefficient": 0.25, "depth_coefficient": 0.1, "default_size": 64, "weights_name": ""}
-        return file.EfficientNet(**sizes, name="efficientnet", **options(64))
+        sizes = {"width_coefficient": 0.25, "depth_coefficient": 0.1, "default_size": 32, "weights_name": ""}
+        return file.EfficientNet(**sizes, name="efficientnet", **options(32))
 
-    return make(network, images(64))
+    return make(network, images(32))
 
 
 @model("keras", "ConvNeXt", *NEEDS)

@@ -278,7 +278,7 @@ def anderson() -> Model:
     return Model(without_state(loss), params, (normal(3, 64, 16), labels(4, 64)))
 
 
-@model("lineax", "ridge regression", "lineax")
+@model("lineax", "ridge regression", "lineax", share="the cotangent of a matrix that is solved with stays in float32")
 def ridge() -> Model:
     """Features of an MLP, and a regression on them in closed form, solved by lineax."""
     import lineax
