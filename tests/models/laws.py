@@ -9,7 +9,7 @@ import numpy as np
 
 from .measure import Figures, distance
 
-RESPONSES = 3.5  # times the change of float32's gradient when parameters and inputs are rounded
+RESPONSES = 3.5  # times the change of float32's gradient when parameters, state and batch are rounded
 CHAOS = 0.5  # a response beyond which no gradient means anything
 OWN = 1.25  # times the library's own error: two roundings of the same numbers differ by chance
 LOW_SHARE = 0.95

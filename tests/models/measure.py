@@ -38,7 +38,7 @@ class Figures(NamedTuple):
     notes: tuple[str, ...]  # what the report could not see
     kept: float  # bytes for the backward pass, over float32's
     error: float  # of the gradient
-    response: float  # the error of float32's own gradient when parameters and inputs are rounded to the dtype
+    response: float  # the error of float32's own gradient when parameters, state and batch are rounded to the dtype
     own: float | None  # the error of the library's own mode for this dtype
     drift: float  # of the loss after the last step, relative to the fall of float32's
     losses: list[float]
@@ -91,7 +91,7 @@ def plain(entry: Entry) -> Plain:
     model = entry.build()
     step, begin = make_step(model.under(lambda fn: fn), model.rate, scaled=False)
     first, losses, state = train(step, begin, model)
-    again = lambda params, batch: step(params, model.state, begin(params), batch)
+    again = lambda params, state, batch: step(params, state, begin(params), batch)
     return Plain(model, again, first, in_float64(model) if model.oracle else first.grads, losses, state)
 
 
@@ -112,7 +112,7 @@ def measure(base: Plain, low: Any) -> Figures:
     amp = functools.partial(jaxamp.amp, compute_dtype=low)
     report = jaxamp.amp_report(model.loss, compute_dtype=low)(model.params, model.state, model.batch)
     first, losses, state = train(*make_step(model.under(amp), model.rate, scaled), model)
-    rounded = base.step(*round_to((model.params, model.batch), low))
+    rounded = base.step(*round_to((model.params, model.state, model.batch), low))
     own, loss = None, model.own and model.own(low)
     if loss is not None:
         step, begin = make_step(loss, model.rate, scaled)

@@ -151,7 +151,7 @@ def neural_ode() -> Model:
     return make(field(16, 16, jax.random.key(0)), loss, (normal(0, 16, 16), normal(1, 16, 8, 16)))
 
 
-@model("diffrax", "neural CDE", "diffrax")
+@model("diffrax", "neural CDE", "diffrax", kept=CHECKPOINTS)
 def neural_cde() -> Model:
     """As in diffrax' documentation: a controlled equation along splines through the data."""
     import diffrax

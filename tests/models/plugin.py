@@ -41,7 +41,7 @@ NOTES = (
     "kept: bytes kept for the backward pass, over those of float32.",
     "error: of the gradient, relative L2 norm, against float32 or float64.",
     "own error: the same in the library's own low precision.",
-    "response: how far float32's gradient moves when parameters and inputs are rounded to the dtype, which no mixed "
+    "response: how far float32's gradient moves when parameters, state and batch are rounded to it, which no mixed "
     f"precision can avoid. Error / response must be at most {laws.RESPONSES:g}.",
     f"loss off by: distance to float32's loss after {STEPS} steps of Adam, relative to its fall.",
     "trace: time to trace and lower the gradient under amp, over plain float32.",
