@@ -1,8 +1,9 @@
-"""Compute element-wise float32 work on low values again in the backward pass, such as a gelu or a logsumexp.
+"""Compute the float32 work between two matmuls again in the backward pass: a gelu, a softmax with dropout, a logsumexp.
 
-JAX keeps for the backward pass what each nonlinear operation needs, in float32. A run of such operations is computed
-again instead, from its low operands, which the matmuls keep in any case or which are half as large. Reductions of many
-entries are kept.
+JAX keeps for the backward pass what each nonlinear operation needs, in float32. The steps between two matmuls are
+computed again instead, from their low operands, which the matmuls keep in any case or which are half as large. Random
+draws, gathers, masks and reductions of many entries are inside too, but are kept. So are matmuls of two activations
+that read something larger than their result: the map of attention is made again from its scores.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,7 +24,7 @@ from .._traits.traits import NONE
 
 
 def recompute(plan: Plan) -> Plan:
-    """Put runs of cheap steps that are worth it into regions that are computed again."""
+    """Put steps between matmuls into regions that are computed again, where that is worth it."""
     if not plan.touched or plan.setting.keep == "all":
         return plan
     values: dict[Var, Value] = dict(zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True))
@@ -50,7 +51,7 @@ def recompute(plan: Plan) -> Plan:
 
 
 class Recomputed(NamedTuple):
-    """Neighbouring steps, with the variables that go in and come out."""
+    """Steps that belong together, with the variables that go in and come out."""
 
     parts: tuple[Part, ...]
     steps: tuple[int, ...]
