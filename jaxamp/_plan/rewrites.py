@@ -49,8 +49,10 @@ class Rewriter(Protocol):
     def trace(self, plan: Any, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of a planned one, with results in the dtypes of `outs`."""
 
-    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...]) -> Any:
-        """Plan a jaxpr that came up while running."""
+    def plan(
+        self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()
+    ) -> Any:
+        """Plan a jaxpr that came up while running. `magnified`: which results a decomposition or a solve reads."""
 
     def within_checkpoint(self) -> "Rewriter":
         """A rewriter for the inside of a checkpoint."""
@@ -125,7 +127,8 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
         avals = [v.aval for v in eqn.invars]
         with own_lines():
             traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in differentiated])
-        inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path)
+        magnified = plan.magnified and (*plan.magnified, *(plan.magnified[i] for i in moved))
+        inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path, magnified)
         made = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
         out = _cast_all(made[:results], plan.outs)
         found = dict(zip(moved, made[results:], strict=True))
@@ -157,7 +160,8 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
 
         with own_lines():
             traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
-        inside = rewriter.plan(traced, plan.ins, plan.path)
+        saved_too = (False,) * (len(traced.out_avals) - results)
+        inside = rewriter.plan(traced, plan.ins, plan.path, plan.magnified and (*plan.magnified, *saved_too))
         out = rewriter.evaluate(inside, [p.value for p in primals])
         tree, avals, values = jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:]
         saved = _Saved(differentiated, tree, avals, values, bound_axes())
@@ -187,7 +191,8 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
                 traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
             outs = [plan.outs[i] for i in given]
             incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
-            inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
+            path = (*plan.path, "amp_stop") if plan.magnified else plan.path  # the cotangent of a solve stays wide
+            inside = rewriter.plan(traced, [*saved.values, *incoming], path)
             some = [cast(cotangents[i], o.dtype) for i, o in zip(given, outs, strict=True)]
             out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))

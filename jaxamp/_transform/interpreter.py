@@ -141,9 +141,10 @@ class Interpreter:
 
         return jax.make_jaxpr(body)(*avals)
 
-    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: Path) -> Plan:
+    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: Path, magnified: tuple[bool, ...] = ()) -> Plan:
         """Plan the jaxpr of a derivative rule. The values that it saves are wanted small."""
-        return self._planner.plan(jaxpr, ins, [Want.LOW] * len(open_jaxpr(jaxpr).outvars), path)
+        outs = [Want.LOW] * len(open_jaxpr(jaxpr).outvars)
+        return self._planner.plan(jaxpr, ins, outs, path, magnified=magnified)
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""

@@ -74,6 +74,31 @@ def in_a_loop(z, b):
     return jnp.sum(p) + jnp.sum(traces)
 
 
+@jax.custom_jvp
+def square_by_jvp(f):
+    return f @ f.T
+
+
+@square_by_jvp.defjvp
+def _square_jvp(primals, tangents):
+    (f,), (t,) = primals, tangents
+    half = t @ f.T
+    return f @ f.T, half + half.T
+
+
+@jax.custom_vjp
+def square_by_vjp(f):
+    return f @ f.T
+
+
+square_by_vjp.defvjp(lambda f: (f @ f.T, f), lambda f, ct: ((ct + ct.T) @ f,))
+
+
+def under_rules_of_the_user(z, b):
+    eye = 0.1 * jnp.eye(24, dtype=z.dtype)
+    return jnp.linalg.slogdet(square_by_jvp(jnp.tanh(z)) + eye)[1] + b @ jnp.linalg.solve(square_by_vjp(z) + eye, b)
+
+
 CASES = [
     cholesky,
     inverse,
@@ -85,6 +110,7 @@ CASES = [
     of_a_kernel,
     in_other_functions,
     in_a_loop,
+    under_rules_of_the_user,
 ]
 
 
