@@ -157,7 +157,12 @@ class Classifier:
         found = self.lookup(path, eqn.primitive)
         entry = describe(eqn)
         if entry is not None and not _keeps_out(found):
-            return self._enter(eqn, entry, ins, path, found, self._magnified.results(eqn, entry, solved))
+            read_by_solve = self._magnified.results(eqn, entry, solved)
+            if not (entry.lazy and any(read_by_solve)):
+                return self._enter(eqn, entry, ins, path, found, read_by_solve)
+            # A user's rule for the cotangent multiplies it with what it saved. All of that must fit together.
+            reason = Reason(Why.READ_BY_SOLVE, Reason(Why.NOT_ENTERED, eqn.primitive.name))
+            return Decision(Mode.AS_WRITTEN, reason, (PROTECTED,) * len(eqn.outvars), found)
         mode, reason, sensitivity = self._decide_plain(eqn, ins, found)
         magnified: tuple[bool, ...] = ()
         if mode is Mode.LOW and has_mixed(eqn.primitive) and solved.issuperset(eqn.outvars):

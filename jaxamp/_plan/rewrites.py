@@ -49,9 +49,7 @@ class Rewriter(Protocol):
     def trace(self, plan: Any, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of a planned one, with results in the dtypes of `outs`."""
 
-    def plan(
-        self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()
-    ) -> Any:
+    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()) -> Any:
         """Plan a jaxpr that came up while running. `magnified`: which results a decomposition or a solve reads."""
 
     def within_checkpoint(self) -> "Rewriter":
@@ -160,8 +158,7 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
 
         with own_lines():
             traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
-        saved_too = (False,) * (len(traced.out_avals) - results)
-        inside = rewriter.plan(traced, plan.ins, plan.path, plan.magnified and (*plan.magnified, *saved_too))
+        inside = rewriter.plan(traced, plan.ins, plan.path)
         out = rewriter.evaluate(inside, [p.value for p in primals])
         tree, avals, values = jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:]
         saved = _Saved(differentiated, tree, avals, values, bound_axes())
@@ -191,8 +188,7 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
                 traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
             outs = [plan.outs[i] for i in given]
             incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
-            path = (*plan.path, "amp_stop") if plan.magnified else plan.path  # the cotangent of a solve stays wide
-            inside = rewriter.plan(traced, [*saved.values, *incoming], path)
+            inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
             some = [cast(cotangents[i], o.dtype) for i, o in zip(given, outs, strict=True)]
             out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
