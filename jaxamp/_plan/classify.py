@@ -162,7 +162,9 @@ class Classifier:
                 return self._enter(eqn, entry, ins, path, found, read_by_solve)
             # A user's rule for the cotangent multiplies it with what it saved. All of that must fit together.
             reason = Reason(Why.READ_BY_SOLVE, Reason(Why.NOT_ENTERED, eqn.primitive.name))
-            return Decision(Mode.AS_WRITTEN, reason, (PROTECTED,) * len(eqn.outvars), found)
+            avals = [v.aval for v in eqn.outvars]
+            outs = (sensitivity_of_argument(a) if float_dtype(a) is None else PROTECTED for a in avals)
+            return Decision(Mode.AS_WRITTEN, reason, tuple(outs), found)
         mode, reason, sensitivity = self._decide_plain(eqn, ins, found)
         magnified: tuple[bool, ...] = ()
         if mode is Mode.LOW and has_mixed(eqn.primitive) and solved.issuperset(eqn.outvars):
