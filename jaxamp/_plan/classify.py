@@ -158,13 +158,9 @@ class Classifier:
         entry = describe(eqn)
         if entry is not None and not _keeps_out(found):
             read_by_solve = self._magnified.results(eqn, entry, solved)
-            if not (entry.lazy and any(read_by_solve)):
-                return self._enter(eqn, entry, ins, path, found, read_by_solve)
-            # A user's rule for the cotangent multiplies it with what it saved. All of that must fit together.
-            reason = Reason(Why.READ_BY_SOLVE, Reason(Why.NOT_ENTERED, eqn.primitive.name))
-            avals = [v.aval for v in eqn.outvars]
-            outs = (sensitivity_of_argument(a) if float_dtype(a) is None else PROTECTED for a in avals)
-            return Decision(Mode.AS_WRITTEN, reason, tuple(outs), found)
+            if entry.lazy and any(read_by_solve):
+                return _not_entered_for_solve(eqn, found)
+            return self._enter(eqn, entry, ins, path, found, read_by_solve)
         mode, reason, sensitivity = self._decide_plain(eqn, ins, found)
         magnified: tuple[bool, ...] = ()
         if mode is Mode.LOW and has_mixed(eqn.primitive) and solved.issuperset(eqn.outvars):
@@ -346,6 +342,14 @@ class Classifier:
         pinned = isinstance(found.key, str) and found.rule is use_original_precision
         reason = by_policy(found) if pinned else Reason(Why.ENTERED)
         return Decision(Mode.ENTER, reason, outs, found, entry, bodies, magnified)
+
+
+def _not_entered_for_solve(eqn: Any, found: Found) -> Decision:
+    """A user's rule multiplies the cotangent of a solve with what it saved: all of that must fit together."""
+    reason = Reason(Why.READ_BY_SOLVE, Reason(Why.NOT_ENTERED, eqn.primitive.name))
+    avals = [v.aval for v in eqn.outvars]
+    outs = (sensitivity_of_argument(a) if float_dtype(a) is None else PROTECTED for a in avals)
+    return Decision(Mode.AS_WRITTEN, reason, tuple(outs), found)
 
 
 def results_of(body: Body, magnified: tuple[bool, ...]) -> tuple[bool, ...]:
