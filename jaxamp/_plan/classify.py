@@ -189,7 +189,7 @@ class Classifier:
         """
         name, traits = eqn.primitive.name, traits_of(eqn.primitive)
         floats = [
-            sensitivity
+            min(sensitivity, PROTECTED) if _is_bound(eqn, atom) else sensitivity
             for sensitivity, atom in zip(ins, eqn.invars, strict=True)
             if float_dtype(atom.aval) is not None and not _takes_any_dtype(atom, sensitivity)
         ]
@@ -400,6 +400,14 @@ def _sensitivity_of_integers(eqn: Any, ins: Sequence[Sensitivity]) -> Sensitivit
 
 def _is_small_and_here(array: jax.Array) -> bool:
     return not isinstance(array, jax.core.Tracer) and array.is_fully_addressable and array.size <= _SMALL
+
+
+def _is_bound(eqn: Any, atom: Any) -> bool:
+    """Whether it is a large constant that only bounds a result, such as the largest float: results are not like it."""
+    if not isinstance(atom, Literal) or np.ndim(atom.val):
+        return False
+    above, below = eqn.primitive is lax.min_p and atom.val > 0, eqn.primitive is lax.max_p and atom.val < 0
+    return above or below or eqn.primitive is lax.clamp_p
 
 
 def _takes_any_dtype(atom: Any, sensitivity: Sensitivity) -> bool:

@@ -258,9 +258,11 @@ class Planner:
 
     def _scales_down(self, eqn: Any) -> bool:
         """Whether an equation makes numbers smaller by a constant, which may bring them into a narrow range."""
-        if not self.formats.is_narrow or not traits_of(eqn.primitive).product or not isinstance(eqn.invars[1], Literal):
+        if not self.formats.is_narrow or not traits_of(eqn.primitive).product:
             return False
-        factor = abs(float(eqn.invars[1].val))
+        if [isinstance(v, Literal) for v in eqn.invars] != [False, True]:
+            return False
+        factor = float(abs(eqn.invars[1].val))
         return factor > 1 if eqn.primitive is lax.div_p else factor < 1
 
     def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, wide: bool) -> Step:

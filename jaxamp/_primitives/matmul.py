@@ -123,7 +123,8 @@ def _transpose(
 ) -> list[Any]:
     """The transpose of the base by the linear operand, told to come out in that operand's dtype.
 
-    A cotangent that stays wide is multiplied in its own dtype.
+    A cotangent that stays wide is multiplied in its own dtype, at the highest precision: by default GPUs and TPUs round
+    it.
     """
     operands = [x, w]
     i = 0 if ad.is_undefined_primal(x) else 1
@@ -136,6 +137,8 @@ def _transpose(
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
     other = _low(operands[1 - i], compute_dtype)
+    if wide_cotangent:
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     outs: list[Any] = [None] * (2 + len(rest))
     if wide_cotangent:
         outs[i] = rule(ct, other.astype(ct.dtype), *rest)

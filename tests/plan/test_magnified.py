@@ -136,6 +136,7 @@ def test_the_matmul_itself_is_low_and_its_derivative_is_not():
     backward = [e for e in equations(jax.make_jaxpr(jax.grad(amp))(Z, B)) if e.primitive.name == "dot_general"]
     wide = [e for e in backward if e.outvars[0].aval.shape in ((24, 6), (6, 24))]
     assert [[v.aval.dtype.name for v in e.invars] for e in wide] == [["float32", "float32"]] * 2
+    assert {e.params["precision"] for e in wide} == {(lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
 
 
 def test_a_matmul_behind_another_matmul_is_plain():
