@@ -101,21 +101,22 @@ def _runs(plan: Plan, values: dict[Var, Value]) -> Iterator[list[int]]:
 
 def _connected(plan: Plan, run: list[int], constants: Collection[Var]) -> list[list[int]]:
     """The steps of a run in groups that share no value that is made in the run."""
-    eqns = plan.eqns
-    groups: list[list[int]] = []
-    of: dict[Var, list[int]] = {}
+    eqns, parent, maker = plan.eqns, {i: i for i in run}, dict[Var, int]()
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = i = parent[parent[i]]
+        return i
+
     for i in run:
-        read = [v for v in eqns[i].invars if not isinstance(v, Literal) and v in of and v not in constants]
-        mine, *others = {id(of[v]): of[v] for v in read}.values() or [[]]
-        if not mine:
-            groups.append(mine)
-        mine.append(i)
-        for other in others:
-            mine.extend(other)
-            groups = [group for group in groups if group is not other]
-            of.update({v: mine for v, group in of.items() if group is other})
-        of.update(dict.fromkeys(eqns[i].outvars, mine))
-    return [sorted(group) for group in groups]
+        for v in eqns[i].invars:
+            if not isinstance(v, Literal) and v in maker:
+                parent[root(maker[v])] = root(i)
+        maker.update((v, i) for v in eqns[i].outvars if v not in constants)
+    groups: dict[int, list[int]] = {}
+    for i in run:
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())
 
 
 def _pieces(plan: Plan, group: list[int]) -> list[list[int]]:

@@ -8,8 +8,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import assert_near, both, count, equations, in_float64, kept, matmul_dtypes
+from helpers import assert_near, both, count, equations, in_float64, kept, matmul_dtypes, normal
 from jax import lax
 from plans import plan_of
 from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
@@ -279,3 +280,65 @@ def test_a_region_of_another_pass_ends_a_run():
     tanh = [eqn.primitive.name for eqn in plan.eqns].index("tanh")
     found = recompute(plan.with_regions([Other((tanh,))]))
     assert all(tanh not in part.parts for part in found.parts if not isinstance(part, int | Other))
+
+
+# -- what lies between element-wise work: random draws, gathers, labels
+
+DROPOUTS = {
+    "where": lambda p, keep: jnp.where(keep, p / 0.9, 0.0),
+    "where, then scaled": lambda p, keep: jnp.where(keep, p, 0.0) / 0.9,
+    "a product": lambda p, keep: p * keep.astype(p.dtype) / 0.9,
+    "a scaled mask": lambda p, keep: p * (keep.astype(p.dtype) / 0.9),
+    "select": lambda p, keep: lax.select(keep, p / 0.9, jnp.zeros_like(p)),
+}
+
+
+@both
+@pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS)
+def test_a_softmax_with_dropout_keeps_one_low_map_and_the_bits_of_the_mask(low, drop):
+    tokens, width = 24, 8
+
+    def fn(w, x, key):
+        q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
+        p = jax.nn.softmax(q @ k.T / math.sqrt(width))
+        p = drop(p, jax.random.bernoulli(key, np.float32(0.9), p.shape))
+        return jnp.sum(jnp.tanh(jnp.einsum("qk,kd->qd", p, v) @ w["o"]) ** 2)
+
+    w = {name: normal(i, width, width, scale=0.3) for i, name in enumerate("qkvo")}
+    x, key = normal(9, tokens, width), jax.random.key(0)
+    amp = jaxamp.amp(fn, compute_dtype=low)
+    maps = [dtype for shape, dtype in kept(amp, w, x, key) if shape == (tokens, tokens)]
+    assert sorted(maps) == sorted([jnp.dtype(low).name, "bool"])
+    assert_near(jax.jit(jax.grad(amp))(w, x, key), in_float64(jax.grad(fn), w, x, key), 5e-2)
+
+
+def smooth(labels, classes):
+    return optax.smooth_labels(jax.nn.one_hot(labels, classes), 0.1)
+
+
+LOSSES = {
+    "integer labels": lambda logits, y: optax.softmax_cross_entropy_with_integer_labels(logits, y),
+    "one-hot labels": lambda logits, y: optax.softmax_cross_entropy(logits, jax.nn.one_hot(y, logits.shape[-1])),
+    "smooth labels": lambda logits, y: optax.softmax_cross_entropy(logits, smooth(y, logits.shape[-1])),
+    "a gathered log-softmax": lambda logits, y: -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], -1),
+}
+
+
+@both
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_cross_entropy_keeps_low_logits(low, loss, bias):
+    rows, width, classes = 32, 16, 128
+
+    def fn(w, x, y):
+        logits = x @ w["w"] + w["b"] if bias else x @ w["w"]
+        return jnp.mean(loss(logits, y))
+
+    w = {"w": normal(0, width, classes, scale=0.3), "b": jnp.zeros(classes)}
+    x, y = normal(1, rows, width), jnp.arange(rows)
+    amp = jaxamp.amp(fn, compute_dtype=low)
+    large = [dtype for shape, dtype in kept(amp, w, x, y) if math.prod(shape) >= rows * classes]
+    assert "float32" not in large
+    assert large.count(jnp.dtype(low).name) == 1
+    found, expected = jax.jit(jax.grad(amp))(w, x, y), in_float64(jax.grad(fn), w, x, y)
+    assert_near(found if bias else found["w"], expected if bias else expected["w"], 2e-2)
