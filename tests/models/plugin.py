@@ -1,6 +1,6 @@
 """The options of `pytest -m models`, and its table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
-        from .registry import ENTRIES
+        config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
+        items[:] = [item for item in items if _is_quick(item)]
 
-        is_slow: Callable[[pytest.Item], bool] = lambda item: (
-            item.get_closest_marker("models") is not None and not ENTRIES[item.callspec.params["name"]].quick
-        )
-        config.hook.pytest_deselected(items=[item for item in items if is_slow(item)])
-        items[:] = [item for item in items if not is_slow(item)]
+
+def _is_quick(item: Any) -> bool:
+    """Whether an item tests no model of the table, or one of the few."""
+    from .registry import ENTRIES
+
+    found = ENTRIES.get(getattr(item, "callspec", None) and item.callspec.params.get("name"))
+    return found is None or found.quick
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
