@@ -42,8 +42,9 @@ def over(law: str, *dtypes: Any, values: bool = False) -> Any:
     def marks(name: str, dtype: Any) -> Any:
         if name in libraries:
             yield pytest.mark.promotes
-            if values and (law in SLOW or dtype is jnp.float16):
-                yield pytest.mark.slow
+        of_library = name in libraries and ((values and law in SLOW) or dtype is jnp.float16)
+        if of_library or (law == "amp_of_grad" and dtype is jnp.float16):
+            yield pytest.mark.slow
 
     cases = [
         pytest.param(program, dtype, id=f"{name}-{dtype.__name__}", marks=list(marks(name, dtype)))
