@@ -131,6 +131,7 @@ def _pieces(plan: Plan, group: list[int]) -> list[list[int]]:
 
 
 def _is_cheap(eqn: Any, step: Step) -> bool:
+    """Whether all of a step is computed again: element-wise work, comparisons, reductions."""
     if step.mode is Mode.ENTER:
         return all(map(_is_cheap, step.bodies[0].eqns, step.bodies[0].steps))
     traits = traits_of(eqn.primitive)
@@ -140,7 +141,7 @@ def _is_cheap(eqn: Any, step: Step) -> bool:
 def _may_be_inside(eqn: Any, step: Step, reductions: bool = True) -> bool:
     """Whether a step is computed again at no great cost, or keeps its results and is not computed again."""
     traits = traits_of(eqn.primitive)
-    unknown = traits == NONE and any(float_dtype(v.aval) is not None for v in (*eqn.invars, *eqn.outvars))
+    unknown = traits is NONE and any(float_dtype(v.aval) is not None for v in (*eqn.invars, *eqn.outvars))
     if eqn.effects or step.mode is Mode.RULE or unknown or traits.matrix_unit or traits.magnifies:
         return False
     if step.mode is not Mode.ENTER:

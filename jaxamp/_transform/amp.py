@@ -134,7 +134,7 @@ def amp(
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `torch`), or the path of a TOML table.
         keep: What is kept for the backward pass. `"auto"`: in scans over layers the results of matmuls; elsewhere what
-            JAX keeps, without the float32 values that element-wise functions between low values would keep.
+            JAX keeps, without the float32 values that the work between two matmuls would keep.
             `"matmuls"`: the results of matmuls everywhere, for less memory and more time. `"all"`: what JAX keeps.
             A scan with a `jax.checkpoint` or side effects in it is treated like code outside of scans. With
             `"matmuls"`, the same holds for a whole function that has one.

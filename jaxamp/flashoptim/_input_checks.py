@@ -19,7 +19,7 @@ def check_group_size(name: str, *, fused: bool, quantize: bool, group_size: int,
 
 
 def check_some_float(name: str, params: Any) -> None:
-    """Check that there is something to step, unless there is no array at all."""
+    """Refuse parameters without a float among them. A tree without arrays is fine."""
     paths, leaves, _ = flatten(params)
     dtypes = {name_of(path): leaf.dtype for path, leaf in zip(paths, leaves, strict=True) if hasattr(leaf, "dtype")}
     if dtypes and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes.values()):
