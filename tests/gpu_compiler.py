@@ -186,6 +186,17 @@ def main():
         kernel = r'= bf16\[16,12,1024,1024\].* fusion\(.*"output_tiles":\[\{"sizes":\["(\d+)","(\d+)","(\d+)","1024"\]'
         return {"rows": [[int(size) for size in sizes] for sizes in re.findall(kernel, text)]}
 
+    def solve():
+        """Dtype and precision of the matmuls behind a Gram matrix that a triangular solve reads, in its gradient."""
+
+        def loss(f, b):
+            return jnp.sum(jax.lax.linalg.triangular_solve(f @ f.T, b, left_side=True) ** 2)
+
+        f, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 256), (1024, 8)))
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), f, b, donate=()).as_text()
+        dot = r"= (\w+)\[[^]]*(?:1024,256|256,1024)\]\S* dot\(.*operand_precision={(\w+),(\w+)}"
+        return {"matmuls": re.findall(dot, text)}
+
     def kept():
         """The arrays of all layers that a gradient through a scan over attention writes outside of its loops."""
 
@@ -227,6 +238,7 @@ def main():
         "two steps": two_steps,
         "law": law,
         "release": release,
+        "solve": solve,
         "softmax": softmax,
         "masked": masked,
         "kept": kept,

@@ -22,6 +22,7 @@ QUESTIONS = {
     "release": ["release"],
     "kept": ["kept"],
     "sharded": ["sharded"],
+    "solve": ["solve"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
     "masked": ["masked"],
@@ -81,6 +82,11 @@ def test_weights_are_not_read_before_they_are_rounded(answers):
 def test_gradients_are_freed_as_they_are_used(answers):
     """One program of backward pass and step holds a few gradients at a time, not all of them."""
     assert answers["release"]["temporary"] < 0.3
+
+
+def test_the_cotangent_of_a_solve_is_not_rounded(answers):
+    """By default, XLA would multiply it in TF32, or in the dtype of the other operand."""
+    assert answers["solve"]["matmuls"] == [["f32", "highest", "highest"]] * 2
 
 
 @pytest.mark.parametrize("name", ["softmax", "softmax in a scan"])
