@@ -108,6 +108,15 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any]) -> Jaxpr:
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 
+def closed_jaxpr(jaxpr: Jaxpr, ins: Sequence[Var], outs: Sequence[Any], eqns: Sequence[Any]) -> Jaxpr:
+    """A closed jaxpr of some equations of an open one, which have no effects."""
+    changed = {"invars": list(ins), "outvars": list(outs), "eqns": list(eqns), "constvars": []}
+    changed["debug_info"] = jaxpr.debug_info.with_unknown_names()
+    if hasattr(jaxpr, "consts"):  # 0.11 and newer
+        return jaxpr.replace(**changed, consts=[])
+    return jec.ClosedJaxpr(jaxpr.replace(**changed), ())
+
+
 def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
     """The constants that a jaxpr carries; none for an open one."""
     return getattr(jaxpr, "consts", ())
@@ -123,6 +132,13 @@ def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[Any]]:
 
         return private.convert_constvars_jaxpr(open_jaxpr(closed)), consts
     return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts
+
+
+def without_dead_code(closed: Jaxpr) -> Jaxpr:
+    """A closed jaxpr without the equations that its results don't need."""
+    body = open_jaxpr(closed)
+    lean, _ = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)
+    return lean if body is closed else closed.replace(jaxpr=lean)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
@@ -194,6 +210,13 @@ def binding_axes(axes: Any) -> Iterator[None]:
         yield
     finally:
         core.trace_ctx.set_axis_env(around)
+
+
+def trace_context() -> Any:
+    """The part of JAX's configuration that traces depend on. Private in 0.10 to 0.12."""
+    from jax._src import config
+
+    return config.trace_context()
 
 
 def jet_knows(primitive: Primitive, rule: Callable[..., Any]) -> None:

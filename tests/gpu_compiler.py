@@ -195,7 +195,7 @@ def main():
         f, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 256), (1024, 8)))
         text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), f, b, donate=()).as_text()
         dot = r"= (\w+)\[[^]]*(?:1024,256|256,1024)\]\S* dot\(.*operand_precision={(\w+),(\w+)}"
-        return {"matmuls": re.findall(dot, text)}
+        return {"matmuls": re.findall(dot, text), "rounded": "reduce-precision" in text}
 
     def kept():
         """The arrays of all layers that a gradient through a scan over attention writes outside of its loops."""

@@ -30,13 +30,15 @@ def bytes_kept(
 
     The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
     argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
-    buffers of its own. This only traces, so `jax.ShapeDtypeStruct`s can stand in for arrays.
+    buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
+    again. (XLA may round them once, if it has room for the copy.) This only traces, so `jax.ShapeDtypeStruct`s can stand
+    in for arrays.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
     >>> kept = bytes_kept(loss, compute_dtype=jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((64, 8)))
-    >>> kept.after  # the input, two results of matmuls and a weight, in bfloat16
-    3200
+    >>> kept.after  # a result of a matmul, and the operand of the next one, in bfloat16
+    2048
     >>> kept.before > 3 * kept.after
     True
     """

@@ -9,14 +9,13 @@ that read something larger than their result: the map of attention is made again
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from .._compat import Literal, Var, open_jaxpr
 from .._formats import Format, float_dtype
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
-from .._plan.residuals import is_kept
+from .._plan.residuals import keeping_little
 from .._plan.sensitivity import FREE, Value
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -67,13 +66,14 @@ class Recomputed(NamedTuple):
             return runner.run_parts(plan, self.parts, env)
         inner = runner.recomputing()
 
-        def run(operands: list[Any]) -> list[Any]:
+        def run(*operands: Any) -> list[Any]:
             inside = env.with_values(self.ins, operands)
             inner.run_parts(plan, self.parts, inside)
-            return [inside.read(v, format_) for v, format_ in zip(self.outs, self.formats, strict=True)]
+            with inner.at(plan, self.steps[-1]):
+                return [inside.read(v, format_) for v, format_ in zip(self.outs, self.formats, strict=True)]
 
-        again = run if runner.in_checkpoint else jax.checkpoint(run, policy=is_kept)
-        outs = again([env.read(v) for v in self.ins])
+        again = run if runner.in_checkpoint else keeping_little(run)
+        outs = again(*(env.read(v) for v in self.ins))
         values = {v: value for i in self.steps for v, value in plan.values_of(i)}
         for var, x, format_ in zip(self.outs, outs, self.formats, strict=True):
             env.write(var, x, values[var]._replace(format=format_ or values[var].format))

@@ -79,6 +79,7 @@ class Plan(NamedTuple):
     parts: tuple[Part, ...]  # what is run, in order
     returned: tuple[bool, ...] = ()  # which results are results of the user's function; empty: none
     magnified: tuple[bool, ...] = ()  # which results a decomposition or a solve reads; empty: none
+    wanted: tuple[int, ...] = ()  # how its results are wanted: a `Want` each
 
     @property
     def eqns(self) -> Sequence[Any]:

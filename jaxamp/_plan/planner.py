@@ -12,7 +12,7 @@ that a `jit` or a `custom_jvp` between two matmuls costs no cast.
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from .._formats import Format, float_dtype
 from .._jaxpr import Memo
 from .._policy.rules import Replacement, lowered_params, use_original_precision
-from .._primitives.matmul import has_mixed, mixed
+from .._primitives.matmul import Mixing, has_mixed, mixed
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 from .bodies import Entry
@@ -54,6 +54,11 @@ class Planner:
         self._passes = passes if self.formats.narrows else ()
         self._plans = Memo()
         self._wanted = Memo()
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for planners that make the same plans."""
+        return self.classifier.lookup.identity, self.formats.compute_dtype, self.setting.keep, tuple(self._passes)
 
     def fresh(self) -> "Planner":
         """A planner without this one's memory."""
@@ -149,7 +154,7 @@ class Planner:
         self,
         jaxpr: Jaxpr,
         ins: tuple[Value, ...],
-        outs_wanted: Sequence[Want],
+        outs_wanted: tuple[Want, ...],
         path: Path,
         returned: tuple[bool, ...],
         magnified: tuple[bool, ...],
@@ -180,7 +185,8 @@ class Planner:
             value.dtype != float_dtype(var.aval) for value, var in zip(ins, body.invars, strict=True)
         )
         outs, parts = tuple(read(v) for v in body.outvars), tuple(range(len(steps)))
-        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, returned, magnified)
+        asked = returned, magnified, outs_wanted
+        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, *asked)
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
 
     def _step(
@@ -284,12 +290,14 @@ class Planner:
             original = (self.formats.of_aval(v.aval) for v in eqn.invars)
             inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
             reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
-            step = step._replace(reads=tuple(reads), operation=self._mixed)
+            given = (inside[0] and ins[0].given, inside[1] and ins[1].given)
+            mixing = Mixing(given, exact_tangents=bool(decision.magnified))
+            step = step._replace(reads=tuple(reads), operation=self._mixed(mixing))
         if isinstance(decision.found.rule, Replacement):  # JAX would differentiate one with a float32 result in float32
             return self._replaced(decision.found.rule, step)
         if has_mixed(eqn.primitive) and (wide or decision.magnified):
             step = self._widened(eqn, step)
-        return step._replace(operation=self._mixed_for_solve) if decision.magnified else step
+        return step
 
     def _widened(self, eqn: Any, step: Step) -> Step:
         format_ = self.formats.of_aval(eqn.outvars[0].aval)
@@ -297,11 +305,9 @@ class Planner:
         params = {**(step.params or {}), "preferred_element_type": format_.dtype}
         return step._replace(outs=(step.outs[0]._replace(format=format_),), params=params)
 
-    def _mixed(self, eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        return [mixed(eqn.primitive, operands, params, self.formats.compute_dtype)]
-
-    def _mixed_for_solve(self, eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        return [mixed(eqn.primitive, operands, params, self.formats.compute_dtype, wide_cotangent=True)]
+    def _mixed(self, mixing: Mixing) -> Operation:
+        dtype = self.formats.compute_dtype
+        return lambda eqn, operands, params: [mixed(eqn.primitive, operands, params, dtype, mixing)]
 
     def _replaced(self, rule: Replacement, step: Step) -> Step:
         """A step with the body that a rule of the policy gives it. The results are held in the planned dtypes."""
@@ -330,7 +336,8 @@ class Planner:
         plain_call = traits_of(eqn.primitive).plain_call
         plans = []
         for body, sensitivities in zip(entry.bodies, decision.bodies, strict=True):
-            values = [Value(s, reads[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
+            given = [plain_call and v.given for v in ins]
+            values = [Value(s, reads[i], given[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
             outs_wanted = [wanted[r] for r in body.results] or [Want.WIDE] * len(open_jaxpr(body.jaxpr).outvars)
             through = [returned[r] for r in body.results] if plain_call else ()
             magnified = results_of(body, decision.magnified)

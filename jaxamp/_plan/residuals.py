@@ -7,13 +7,24 @@ Element-wise work is computed again from these. With `keep="matmuls"` the whole 
 own checkpoint is never put inside of one of ours.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.extend.core as jec
 
-from .._compat import Jaxpr, inside_hi, open_jaxpr
+from .._compat import (
+    Jaxpr,
+    current_name_stack,
+    inside_hi,
+    open_jaxpr,
+    user_context,
+    with_equations,
+    with_hi_checkpoint,
+    without_consts,
+)
+from .._jaxpr import bind, without_scope
 from .._traits import traits_of
 
 Keep = Literal["auto", "matmuls", "all"]
@@ -61,13 +72,33 @@ def _is_work(eqn: Any) -> bool:
     return traits.nonlinear or traits.product or traits.own_jvp
 
 
-def keeping_little(fun: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
-    """`fun` as a checkpoint that keeps little.
+def keeping_little(fun: Callable[..., Sequence[Any]], in_loop: bool = False) -> Callable[..., Sequence[Any]]:
+    """`fun`, of arrays, as a checkpoint that keeps little.
 
     In a loop XLA can't merge the second computation of a value with the first, so barriers against that would only
     cost.
     """
-    return jax.checkpoint(fun, policy=is_kept, prevent_cse=not in_loop)
+
+    def checkpointed(*operands: Any) -> Sequence[Any]:
+        jaxpr, consts = without_consts(jax.make_jaxpr(fun)(*operands))
+        if not jaxpr.eqns:
+            return fun(*operands)
+        scope, eqns = without_scope(jaxpr.eqns)
+        jaxpr, eqn = with_equations(jaxpr, eqns), _checkpoint_equation(in_loop)
+        is_hi = "_prim" in eqn.params
+        changed = {"_prim": with_hi_checkpoint(eqn.params["_prim"], jaxpr, 0)} if is_hi else {"jaxpr": jaxpr}
+        with user_context(eqns[0].source_info.traceback, name_stack=current_name_stack() + scope):
+            return bind(eqn, [*consts, *operands], **changed)
+
+    return checkpointed
+
+
+@functools.cache
+def _checkpoint_equation(in_loop: bool) -> Any:
+    """An equation of `jax.checkpoint` with our policy."""
+    fun = jax.checkpoint(lambda x: x, policy=is_kept, prevent_cse=not in_loop)
+    (eqn,) = open_jaxpr(jax.make_jaxpr(fun)(0.0)).eqns
+    return eqn
 
 
 def _has_checkpoint(jaxpr: Jaxpr) -> bool:

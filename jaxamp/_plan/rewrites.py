@@ -6,7 +6,7 @@ interpreter.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -32,6 +32,7 @@ from .._compat import (
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
+from .jvp_rules import Pushed, is_remembered, library_source, remembered_jvp, with_jvp
 from .residuals import Keep, has_work, keeping_little, may_keep_little
 from .sensitivity import LOW, PROTECTED, Value
 
@@ -57,6 +58,14 @@ class Rewriter(Protocol):
 
     def fresh(self) -> "Rewriter":
         """A rewriter without this one's memory, for functions that outlive the trace."""
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether `grad`, `vmap` or the like is at work around."""
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for rewriters that do the same."""
 
 
 Rewrite = Callable[[Rewriter, Any, Any, list[Any]], Sequence[Any]]
@@ -108,12 +117,12 @@ def rewrite_shard_map(rewriter: Rewriter, eqn: Any, step: Any, operands: list[An
 
 def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rule is kept: it is the jvp of the equation as written, traced and rewritten like the body."""
-    plan, results, rewriter = step.bodies[0], len(eqn.outvars), rewriter.fresh()
-    fun = jax.custom_jvp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
+    plan, results, own = step.bodies[0], len(eqn.outvars), rewriter.fresh()
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        differentiated = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    def primal(*xs: Any) -> list[Any]:
+        return own.evaluate(plan, xs)
 
+    def push(differentiated: Sequence[int], xs: Sequence[Any], ts: Sequence[Any]) -> Pushed:
         moved: list[int] = []  # the results whose tangents are not zero
 
         def pushforward(xs: Sequence[Any], ts: Sequence[Any]) -> list[Any]:
@@ -126,17 +135,20 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
         with own_lines():
             traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in differentiated])
         magnified = plan.magnified and (*plan.magnified, *(plan.magnified[i] for i in moved))
-        inside = rewriter.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path, magnified)
-        made = rewriter.evaluate(inside, [*primals, *(tangents[i] for i in differentiated)])
-        out = _cast_all(made[:results], plan.outs)
-        found = dict(zip(moved, made[results:], strict=True))
-        return out, [
-            cast(found[i], plan.outs[i].dtype) if i in found else SymbolicZero(jax.typeof(x).to_tangent_aval())
-            for i, x in enumerate(out)
-        ]
+        inside = own.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path, magnified)
+        made = own.evaluate(inside, [*xs, *ts])
+        tangents = _cast_all(made[results:], [plan.outs[i] for i in moved])
+        return Pushed(_cast_all(made[:results], plan.outs), dict(zip(moved, tangents, strict=True)))
 
-    fun.defjvp(jvp, symbolic_zeros=True)
-    return fun(*operands)
+    name = _name_of(eqn)
+    if rewriter.is_transformed and is_remembered(eqn):
+        aval, source = jax.typeof(operands[0]), library_source(eqn)
+        asked = aval, eqn.invars[0].aval, plan.ins, plan.wanted, plan.outs, plan.path, plan.magnified
+        key = None if source is None else (source, asked, rewriter.identity)
+        fun = remembered_jvp(primal, lambda x, t: push([0], [x], [t]), aval, name, key)
+        if fun is not None:
+            return list(fun(*operands))
+    return list(with_jvp(primal, push, name)(*operands))
 
 
 def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
@@ -250,12 +262,16 @@ def _cast_all(xs: Sequence[Any], values: Sequence[Value]) -> list[Any]:
 
 def _named(eqn: Any, fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` under the name that the user's function has in the jaxpr."""
+    fun.__name__ = _name_of(eqn)
+    return fun
+
+
+def _name_of(eqn: Any) -> str:
     if "_prim" in eqn.params:
         inside = inside_hi(eqn.params["_prim"])
-        fun.__name__ = inside.name if inside is not None else fun.__name__
-    else:
-        fun.__name__ = eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
-    return fun
+        assert inside is not None
+        return inside.name
+    return eqn.params.get("name") or open_jaxpr(eqn.params["call_jaxpr"]).debug_info.func_name
 
 
 def _num_consts(eqn: Any) -> int:

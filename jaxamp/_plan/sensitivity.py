@@ -39,6 +39,7 @@ class Value(NamedTuple):
 
     sensitivity: Sensitivity
     format: Format | None
+    given: bool = False  # an argument of the user's function, which stays in memory in any case
 
     @property
     def dtype(self) -> np.dtype | None:

@@ -39,6 +39,7 @@ class Lookup:
         scoped = [key for key in self._rules if not isinstance(key, Primitive)]
         self._globs = [key for key in scoped if is_glob(key if isinstance(key, str) else key[0])]
         self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
+        self.identity = frozenset(self._rules.items())  # equal for lookups that find the same
         self.inert = all(rule is use_original_precision for rule in self._rules.values())
 
     def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:

@@ -13,7 +13,7 @@ base, which the user's `jax.checkpoint` policies know by name.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from .._compat import Primitive
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
 
+_HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _MIXED: dict[Primitive, Primitive] = {}  # base primitive -> ours
 
 
@@ -39,17 +40,26 @@ def has_mixed(primitive: Primitive) -> bool:
     return traits_of(primitive).matmul and not is_mixed(primitive)
 
 
+class Mixing(NamedTuple):
+    """How operands and tangents of a mixed matmul are rounded and kept."""
+
+    # Which operands stay in memory in any case, in float32: kept for the backward pass, and rounded again there. Of the
+    # others the rounded copy is kept.
+    given: tuple[bool, bool] = (False, False)
+    exact_tangents: bool = False  # tangents and cotangents are not rounded: for what a solve reads
+    exact: tuple[bool, bool] = (False, False)  # which operands are such tangents
+
+
 def mixed(
     base: Primitive,
     operands: Sequence[Any],
     params: dict[str, Any],
     compute_dtype: np.dtype,
-    wide_cotangent: bool = False,
+    mixing: Mixing = Mixing(),  # noqa: B008 (a tuple)
 ) -> Any:
     """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
-    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them. The
-    cotangent of a float32 result is rounded as well, unless it is to stay a `wide_cotangent`.
+    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
@@ -58,8 +68,7 @@ def mixed(
         return bind_primitive(base, *operands, **params)
     if base not in _MIXED:
         _MIXED[base] = _define(base)
-    own = {"compute_dtype": compute_dtype, "wide_cotangent": wide_cotangent}
-    return bind_primitive(_MIXED[base], *operands, **own, **params)
+    return bind_primitive(_MIXED[base], *operands, compute_dtype=compute_dtype, mixing=mixing, **params)
 
 
 def _low(x: Any, dtype: np.dtype) -> Any:
@@ -70,16 +79,21 @@ def _define(base: Primitive) -> Primitive:
     """The mixed form of a bilinear primitive. Operands after the first two are not differentiated."""
     own = Primitive(f"mixed_{base.name}")
 
-    def lower(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
+    def lower(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
+        if any(mixing.exact):
+            return _exact(base, operands, params, compute_dtype, mixing)
+        x, w, *rest = operands
         return base.bind(_low(x, compute_dtype), _low(w, compute_dtype), *rest, **params)
 
-    def lower_on_cpu(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
+    def lower_on_cpu(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         """XLA's CPU backend can't run each low x low -> float32 (0.10 to 0.12): rounded, and multiplied in float32."""
-        out = params["preferred_element_type"]
+        if any(mixing.exact):
+            return _exact(base, operands, params, compute_dtype, mixing)
+        (x, w, *rest), out = operands, params["preferred_element_type"]
         x, w = (_low(_low(a, compute_dtype), out) for a in (x, w))
         return base.bind(x, w, *rest, **params)
 
-    def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any) -> Any:
+    def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))
         return base.abstract_eval(x, w, *rest, **params)[0]
 
@@ -95,40 +109,52 @@ def _define(base: Primitive) -> Primitive:
     return own
 
 
+def _exact(
+    base: Primitive, operands: Sequence[Any], params: dict[str, Any], compute_dtype: np.dtype, mixing: Mixing
+) -> Any:
+    """A product with tangents that are not rounded. By default GPUs and TPUs would round them."""
+    dtype = params["preferred_element_type"]
+    both = [
+        _low(x, dtype) if exact else _rounded(x, compute_dtype, dtype)
+        for x, exact in zip(operands[:2], mixing.exact, strict=True)
+    ]
+    return base.bind(*both, *operands[2:], **{**params, "precision": _HIGHEST})
+
+
+def _rounded(x: Any, low: np.dtype, dtype: np.dtype) -> Any:
+    """Rounded to a low dtype, and held in another. XLA drops conversions there and back on GPUs, but not this.
+
+    A gradient with the operand as it was before is wrong if the forward pass rounded it, where a solve cancels.
+    """
+    info = jnp.finfo(low)
+    return lax.reduce_precision(_low(_low(x, low), dtype), info.nexp, info.nmant)
+
+
 def _jvp(
-    base: Primitive, primals: Any, tangents: Any, *, compute_dtype: np.dtype, wide_cotangent: bool, **params: Any
+    base: Primitive, primals: Any, tangents: Any, *, compute_dtype: np.dtype, mixing: Mixing, **params: Any
 ) -> tuple[Any, Any]:
-    x, w, *rest = primals
-    low = [_low(x, compute_dtype), _low(w, compute_dtype)]
+    *both, rest = primals[0], primals[1], primals[2:]
+    low = [x if exact else _low(x, compute_dtype) for x, exact in zip(both, mixing.exact, strict=True)]
+    kept = [x if given else y for x, y, given in zip(both, low, mixing.given, strict=True)]
 
     def with_tangent(i: int) -> Any:
-        operands = [*low, *rest]
-        operands[i] = tangents[i]
-        return mixed(base, operands, params, compute_dtype, wide_cotangent)
+        operands, exact = [*kept, *rest], list(mixing.exact)
+        operands[i], exact[i] = tangents[i], mixing.exact_tangents
+        return mixed(base, operands, params, compute_dtype, mixing._replace(exact=(exact[0], exact[1])))
 
     parts = [with_tangent(i) for i in range(2) if type(tangents[i]) is not ad.Zero]
-    out = mixed(base, [*low, *rest], params, compute_dtype, wide_cotangent)
-    return out, functools.reduce(ad.add_tangents, parts)
+    return mixed(base, [*low, *rest], params, compute_dtype, mixing), functools.reduce(ad.add_tangents, parts)
 
 
 def _transpose(
-    base: Primitive,
-    ct: Any,
-    x: Any,
-    w: Any,
-    *rest: Any,
-    compute_dtype: np.dtype,
-    wide_cotangent: bool,
-    **params: Any,
+    base: Primitive, ct: Any, x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any
 ) -> list[Any]:
-    """The transpose of the base by the linear operand, told to come out in that operand's dtype.
-
-    A cotangent that stays wide is multiplied in its own dtype, at the highest precision: by default GPUs and TPUs round
-    it.
-    """
+    """The transpose of the base by the linear operand, told to come out in that operand's dtype."""
     operands = [x, w]
     i = 0 if ad.is_undefined_primal(x) else 1
     aval = operands[i].aval
+    if mixing.exact_tangents:
+        params["precision"] = _HIGHEST
 
     def rule(ct: Any, other: Any, *rest: Any) -> Any:
         both = [other, other]
@@ -136,15 +162,14 @@ def _transpose(
         out = ad.primitive_transposes[base](ct, *both, *rest, **{**params, "preferred_element_type": aval.dtype})[i]
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
-    other = _low(operands[1 - i], compute_dtype)
-    if wide_cotangent:
-        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    other = operands[1 - i]
     outs: list[Any] = [None] * (2 + len(rest))
-    if wide_cotangent:
-        outs[i] = rule(ct, other.astype(ct.dtype), *rest)
+    if mixing.exact_tangents:
+        exact = mixing.exact[1 - i]
+        outs[i] = rule(ct, other if exact else _rounded(other, compute_dtype, ct.dtype), *rest)
     else:
-        given = [_low(ct, compute_dtype), other, *rest]
-        (outs[i],) = _with_mixed(base, rule, given, given, compute_dtype)
+        low = [_low(ct, compute_dtype), _low(other, compute_dtype), *rest]
+        (outs[i],) = _with_mixed(base, rule, low, low, compute_dtype)
     return outs
 
 
@@ -155,7 +180,7 @@ def _batch(
     dims: Any,
     *,
     compute_dtype: np.dtype,
-    wide_cotangent: bool,
+    mixing: Mixing,
     **params: Any,
 ) -> tuple[Any, Any]:
     found: list[Any] = []
@@ -167,18 +192,11 @@ def _batch(
 
     x, w, *rest = operands
     like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in (x, w)]
-    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, wide_cotangent)[0], found[-1]
+    return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, mixing)[0], found[-1]
 
 
 def _jet(
-    base: Primitive,
-    rules: Any,
-    primals: Any,
-    series: Any,
-    *,
-    compute_dtype: np.dtype,
-    wide_cotangent: bool,
-    **params: Any,
+    base: Primitive, rules: Any, primals: Any, series: Any, *, compute_dtype: np.dtype, mixing: Mixing, **params: Any
 ) -> Any:
     """The base's rule of `jax.experimental.jet`: products of the terms of two Taylor series."""
     terms, tree = jtu.tree_flatten(list(zip(primals, map(list, series), strict=True)))
@@ -189,7 +207,9 @@ def _jet(
         return jtu.tree_leaves(rules[base]([x for x, _ in pairs], [some for _, some in pairs], **params))
 
     like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in terms[:multiplied]]
-    out, *outs = _with_mixed(base, rule, terms, [*like, *terms[multiplied:]], compute_dtype, wide_cotangent)
+    out, *outs = _with_mixed(
+        base, rule, terms, [*like, *terms[multiplied:]], compute_dtype, mixing._replace(given=(False, False))
+    )
     return out, outs
 
 
@@ -199,7 +219,7 @@ def _with_mixed(
     operands: Sequence[Any],
     like: Sequence[Any],
     compute_dtype: np.dtype,
-    wide_cotangent: bool = False,
+    mixing: Mixing = Mixing(),  # noqa: B008 (a tuple)
 ) -> list[Any]:
     """Run a rule of the base, traced on operands like `like`, on `operands`, with our primitive in place of the base.
 
@@ -209,6 +229,6 @@ def _with_mixed(
     def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive is not base:
             return bind(eqn, ins)
-        return [mixed(base, ins, eqn.params, compute_dtype, wide_cotangent)]
+        return [mixed(base, ins, eqn.params, compute_dtype, mixing)]
 
     return evaluate(jax.make_jaxpr(rule)(*like), operands, apply)

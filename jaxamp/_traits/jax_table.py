@@ -67,6 +67,7 @@ _TABLE: dict[str, str] = {
     """,
     "plain_call": "jit",
     "own_jvp": "custom_jvp_call",
+    "own_vjp": "custom_vjp_call",
     "checkpoints": "remat2",
     "cheap": "concatenate iota pad rev slice split transpose",
 }

@@ -41,6 +41,7 @@ class Traits:
     # -- bodies
     plain_call: bool = False  # its body runs once, in its place
     own_jvp: bool = False  # a user's rule says what the forward derivative of its body is
+    own_vjp: bool = False  # or the backward derivative
     checkpoints: bool = False  # a user decides here what is kept for the backward pass
 
     # -- transforms

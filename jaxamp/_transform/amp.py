@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _passes
-from .._compat import EARLY_INLINE, open_jaxpr, under_jit
+from .._compat import EARLY_INLINE, is_transformed, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
 from .._jaxpr import make_room
 from .._plan.classify import Classifier
@@ -27,6 +27,7 @@ from .call import Call, Result, split_call
 from .interpreter import Interpreter, Where
 from .ledger import Ledger
 from .options import Options, PolicyLike, check_function, check_options
+from .pieces import run_in_pieces
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +59,8 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
             jaxpr = rewrite(jaxpr)
     setting = Setting(formats, options.keep)
     planner = Planner(Classifier(options.lookup, formats), setting, options.enabled(_passes.PLAN_PASSES))
-    ins = [Value(sensitivity_of_argument(v.aval), formats.of_aval(v.aval)) for v in open_jaxpr(jaxpr).invars]
+    avals = [v.aval for v in open_jaxpr(jaxpr).invars]
+    ins = [Value(sensitivity_of_argument(aval), formats.of_aval(aval), given=True) for aval in avals]
     outs = len(open_jaxpr(jaxpr).outvars)
     plan = planner.plan(jaxpr, ins, [Want.LAST] * outs, call.path, returned=[True] * outs)
     return Planned(plan, planner, results[-1])
@@ -69,12 +71,14 @@ def run_plan(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> lis
     plan, keep = planned.plan, planned.plan.setting.keep
     whole = keep == "matmuls" and may_keep_little(plan.jaxpr)
     where = Where.IN_CHECKPOINT if whole or keep == "all" else Where.OUTSIDE
-    interpreter = Interpreter(planned.planner, where, ledger=ledger)
+    transformed = ledger is None and any(map(is_transformed, arrays))
+    interpreter = Interpreter(planned.planner, where, ledger=ledger, is_transformed=transformed)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(plan, arrays)
 
-    outs = (keeping_little(run, in_loop=False) if whole else run)(*arrays)
+    fun = keeping_little(run) if whole else run
+    outs = run_in_pieces(fun, arrays) if transformed else fun(*arrays)
     return [_restore(x, v.aval) for x, v in zip(outs, open_jaxpr(plan.jaxpr).outvars, strict=True)]
 
 

@@ -7,22 +7,28 @@ several steps as it likes, and may ask where it runs: inside of a checkpoint, or
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from .._compat import Jaxpr, consts_of, current_name_stack, marked, open_jaxpr, user_context
+from .._compat import Jaxpr, consts_of, current_name_stack, marked, open_jaxpr, trace_context, user_context
 from .._formats import cast
 from .._jaxpr import Memo, bind
 from .._plan.classify import Mode, Path
 from .._plan.higher_order import higher_order
+from .._plan.jvp_rules import is_remembered
 from .._plan.plan import Environment, Part, Plan
 from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep
 from .._plan.sensitivity import Value
+from .._structure import mark_lasting
 from .environment import Env
 from .ledger import Ledger
+
+# (jaxpr as written, how it is planned) -> as it is run. An entry lives as long as the jaxpr as written.
+_TRACED: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
 
 
 class Where(enum.Enum):
@@ -36,7 +42,15 @@ class Where(enum.Enum):
 class Interpreter:
     """Runs plans: the runner that regions are given, and the rewriter that higher-order rules are given."""
 
-    def __init__(self, planner: Planner, where: Where, traced: Memo | None = None, ledger: Ledger | None = None):
+    def __init__(
+        self,
+        planner: Planner,
+        where: Where,
+        traced: Memo | None = None,
+        ledger: Ledger | None = None,
+        is_transformed: bool = False,
+    ):
+        self.is_transformed = is_transformed
         self._planner = planner
         self._where = where
         self._ledger = ledger
@@ -76,7 +90,8 @@ class Interpreter:
         eqn, step = plan.eqns[i], plan.steps[i]
         if self._ledger is not None and (step.mode is Mode.RULE or not step.touched):
             eqn = self._ledger.numbered(eqn, step)
-        if not step.touched:
+        is_function = self.is_transformed and step.mode is Mode.ENTER and is_remembered(eqn)
+        if not step.touched and not is_function:
             return bind(eqn, operands)
         if step.mode is Mode.ENTER:
             found = higher_order(eqn.primitive)
@@ -126,7 +141,19 @@ class Interpreter:
             formats.of_aval(v.aval) for v in open_jaxpr(plan.jaxpr).outvars
         ]:
             return plan.jaxpr if self._ledger is None else self._ledger.jaxpr_of(plan)
-        return self._traced.get(plan, (tuple(outs), self._where), lambda: self._trace(plan, outs))
+        return self._traced.get(plan, (tuple(outs), self._where), lambda: self._find_or_trace(plan, outs))
+
+    def _find_or_trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
+        """Also from an earlier trace: JAX gives a jitted function such as `jax.nn.relu` one jaxpr for all its calls."""
+        if self._ledger is not None or consts_of(plan.jaxpr) or open_jaxpr(plan.jaxpr).effects:
+            return self._trace(plan, outs)
+        asked = plan.ins, plan.wanted, plan.path, plan.returned, plan.magnified, tuple(outs), self._where
+        key = asked, self.identity
+        found = _TRACED.setdefault(plan.jaxpr, {})
+        if key not in found:
+            found[key] = self._trace(plan, outs)
+            mark_lasting(found[key])
+        return found[key]
 
     def _trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
         avals = [
@@ -146,6 +173,11 @@ class Interpreter:
         outs = [Want.LOW] * len(open_jaxpr(jaxpr).outvars)
         return self._planner.plan(jaxpr, ins, outs, path, magnified=magnified)
 
+    @property
+    def identity(self) -> Hashable:
+        """Equal for interpreters that do the same with a plan."""
+        return self._planner.identity, trace_context()
+
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
         return Interpreter(self._planner.fresh(), Where.IN_CHECKPOINT, ledger=self._ledger)
@@ -155,4 +187,4 @@ class Interpreter:
         return self if self.in_checkpoint else self._at(Where.IN_CHECKPOINT)
 
     def _at(self, where: Where) -> "Interpreter":
-        return Interpreter(self._planner, where, self._traced, self._ledger)
+        return Interpreter(self._planner, where, self._traced, self._ledger, self.is_transformed)

@@ -181,7 +181,7 @@ def test_keep_matmuls_keeps_results_of_matmuls_of_the_whole_function():
     sizes = {k: jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep=k)(PARAMS, X) for k in ("auto", "all")}
     least = jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")(PARAMS, X)
     assert least.before == sizes["auto"].before == sizes["all"].before
-    assert least.after < 0.65 * sizes["auto"].after
+    assert least.after < 0.75 * sizes["auto"].after
     assert sizes["auto"].after < 0.7 * sizes["all"].after
     amp = jaxamp.amp(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")
     float32 = [shape for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32"]

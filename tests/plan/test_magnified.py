@@ -132,7 +132,7 @@ def test_the_matmul_itself_is_low_and_its_derivative_is_not():
     assert dtypes_of_matmuls(amp) == [("mixed_dot_general", "float32")]
     jaxpr = jax.make_jaxpr(amp)(Z, B)
     (eqn,) = (e for e in equations(jaxpr) if e.primitive.name == "mixed_dot_general" and e.outvars[0].aval.ndim == 2)
-    assert (eqn.params["compute_dtype"], eqn.params["wide_cotangent"]) == (jnp.bfloat16, True)
+    assert (eqn.params["compute_dtype"], eqn.params["mixing"].exact_tangents) == (jnp.bfloat16, True)
     backward = [e for e in equations(jax.make_jaxpr(jax.grad(amp))(Z, B)) if e.primitive.name == "dot_general"]
     wide = [e for e in backward if e.outvars[0].aval.shape in ((24, 6), (6, 24))]
     assert [[v.aval.dtype.name for v in e.invars] for e in wide] == [["float32", "float32"]] * 2

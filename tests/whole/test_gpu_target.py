@@ -84,8 +84,9 @@ def test_gradients_are_freed_as_they_are_used(answers):
     assert answers["release"]["temporary"] < 0.3
 
 
-def test_the_cotangent_of_a_solve_is_not_rounded(answers):
-    """By default, XLA would multiply it in TF32, or in the dtype of the other operand."""
+def test_the_cotangent_of_a_solve_is_not_rounded_and_the_operand_is(answers):
+    """By default, XLA would multiply in TF32, and take the operand as it was before the forward pass rounded it."""
+    assert answers["solve"]["rounded"]
     assert answers["solve"]["matmuls"] == [["f32", "highest", "highest"]] * 2
 
 

@@ -1,0 +1,115 @@
+"""Jaxprs by what they say, so that what was made of one serves another that says the same."""
+
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
+from ._jaxpr import Memo
+from ._traits import traits_of
+
+
+class Structure:
+    """What a jaxpr says, with its source lines and scopes. Equal to that of any jaxpr that says the same."""
+
+    __slots__ = ("_hash", "_key", "jaxpr")
+
+    def __init__(self, jaxpr: Jaxpr, key: Hashable):
+        self.jaxpr, self._key, self._hash = jaxpr, key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._hash == other._hash and self._key == other._key
+
+
+def structure_of(jaxpr: Jaxpr) -> Structure | None:
+    """What a jaxpr says; None if it holds what a cache must not hold: arrays, effects, or functions of the user."""
+    try:
+        return _structure(jaxpr, Memo())
+    except _NotPlainError:
+        return None
+
+
+def is_plain(eqn: Any) -> bool:
+    """Whether an equation holds nothing that a cache must not hold."""
+    try:
+        _params(eqn, Memo())
+    except _NotPlainError:
+        return False
+    return not eqn.effects
+
+
+class _NotPlainError(Exception):
+    """Something holds what a cache must not hold."""
+
+
+_LASTING: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def mark_lasting(jaxpr: Jaxpr) -> None:
+    """Say that a jaxpr is the only one that says what it says, and may be held by a cache."""
+    _LASTING.add(jaxpr)
+
+
+def _structure(jaxpr: Jaxpr, known: Memo) -> Structure:
+    if jaxpr in _LASTING:
+        return Structure(jaxpr, ("the jaxpr", id(jaxpr)))
+    return known.get(jaxpr, None, lambda: Structure(jaxpr, _key(jaxpr, known)))
+
+
+def _key(jaxpr: Jaxpr, known: Memo) -> Hashable:
+    body = open_jaxpr(jaxpr)
+    if consts_of(jaxpr) or body.effects:
+        raise _NotPlainError
+    variables = (*body.constvars, *body.invars)
+    numbers: dict[Var, int] = {v: i for i, v in enumerate(variables)}
+
+    def read(atom: Any) -> Hashable:
+        if not isinstance(atom, Literal):
+            return numbers[atom]
+        return atom.aval, type(atom.val), np.asarray(atom.val).tobytes()
+
+    key: list[Hashable] = [tuple(v.aval for v in variables)]
+    for eqn in body.eqns:
+        info, operands = eqn.source_info, tuple(map(read, eqn.invars))
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+        results = tuple(v.aval for v in eqn.outvars)
+        key.append((eqn.primitive, operands, results, _params(eqn, known), eqn.ctx, info.name_stack, info.traceback))
+    return (*key, tuple(map(read, body.outvars)))
+
+
+def _params(eqn: Any, known: Memo) -> Hashable:
+    traits, params = traits_of(eqn.primitive), eqn.params
+    if traits.plain_params:
+        return tuple(params.items())
+    if traits.own_jvp or traits.own_vjp:
+        raise _NotPlainError
+    if "_prim" in params:
+        inside = inside_hi(params["_prim"])
+        if inside is None or inside.kind != "checkpoint":
+            raise _NotPlainError
+        params = params["_prim"].params
+    return tuple((name, _param(value, known)) for name, value in params.items())
+
+
+def _param(value: Any, known: Memo) -> Hashable:
+    if hasattr(open_jaxpr(value), "eqns"):
+        return _structure(value, known)
+    if type(value) is tuple or type(value) is list:
+        return tuple(_param(x, known) for x in value)
+    if not isinstance(value, Hashable) or (callable(value) and not _is_plain_callable(value)):
+        raise _NotPlainError
+    return value
+
+
+def _is_plain_callable(value: Any) -> bool:
+    """Whether it is a function that closes over nothing. A mesh can be called too: it is a context manager."""
+    is_function = isinstance(value, types.FunctionType) and not value.__closure__
+    return is_function or isinstance(value, type | jax.sharding.Mesh | jax.sharding.AbstractMesh)
