@@ -98,8 +98,10 @@ def e3nn() -> Model:
 
 # -- optimal transport
 
+RULES = "a large function with its own backward rule is traced as it is written, and again as it is run"
 
-@model("ott-jax", "Sinkhorn divergence", "ott", "flax")
+
+@model("ott-jax", "Sinkhorn divergence", "ott", "flax", trace=RULES)
 def sinkhorn() -> Model:
     """A generator trained by the divergence of two clouds of points."""
     import flax.linen as nn
@@ -144,7 +146,10 @@ def unet() -> Model:
 # -- probability
 
 
-@model("numpyro", "VAE", "numpyro", "flax")
+LIKELIHOOD = "the likelihood after the last matmul is kept in float32; keep='matmuls' keeps 0.23"
+
+
+@model("numpyro", "VAE", "numpyro", "flax", kept=LIKELIHOOD)
 def vae() -> Model:
     """The variational autoencoder of numpyro's examples, as its SVI would train it."""
     import flax.linen as nn
@@ -239,9 +244,10 @@ def deep_kernel() -> Model:
 
 
 IMPLICIT = "the backward pass is a linear solve, an opaque primitive of lineax"
+SOLVER = "what the solver iterates on stays in float32, and its own derivative rule keeps that"
 
 
-@model("optimistix", "deep equilibrium", "optimistix", "equinox", share=IMPLICIT)
+@model("optimistix", "deep equilibrium", "optimistix", "equinox", share=IMPLICIT, kept=SOLVER)
 def equilibrium() -> Model:
     """A network whose output is a fixed point, differentiated implicitly."""
     import optimistix
@@ -261,7 +267,7 @@ def equilibrium() -> Model:
     return Model(without_state(loss), params, (normal(3, 32, 16), labels(4, 32)))
 
 
-@model("jaxopt", "deep equilibrium", "jaxopt")
+@model("jaxopt", "deep equilibrium", "jaxopt", kept=SOLVER, trace=RULES)
 def anderson() -> Model:
     """A deep equilibrium model as in jaxopt's examples, by Anderson acceleration."""
     import jaxopt

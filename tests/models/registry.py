@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 Loss = Callable[..., Any]  # (params, state, batch) -> (loss, new state)
 LAWS = ("gradient", "own", "share", "kept", "state", "training")
+TRACE = "trace"  # the law about the time to trace, which is asserted only if asked for
 
 
 class Model(NamedTuple):
@@ -52,8 +53,8 @@ def model(
     library: str, name: str, *needs: str, quick: bool = False, **reasons: str
 ) -> Callable[[Callable[[], Model]], Callable[[], Model]]:
     """Register the builder of a model. Keywords name laws that the model cannot follow, with the reason."""
-    if unknown := set(reasons) - set(LAWS):
-        raise ValueError(f"{name} gives reasons for {sorted(unknown)}; the laws are {', '.join(LAWS)}.")
+    if unknown := set(reasons) - {*LAWS, TRACE}:
+        raise ValueError(f"{name} gives reasons for {sorted(unknown)}; the laws are {', '.join((*LAWS, TRACE))}.")
 
     def register(build: Callable[[], Model]) -> Callable[[], Model]:
         entry = Entry(library, name, needs, build, reasons, quick)

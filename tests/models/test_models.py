@@ -59,7 +59,7 @@ def test_a_model_keeps_the_law(name: str, low: str, law: str, record_property: A
 
 @MODELS
 def test_listed_reasons_are_needed(name: str):
-    for law in registry.ENTRIES[name].reasons:
+    for law in set(registry.ENTRIES[name].reasons) - {registry.TRACE}:
         verdicts = [laws.LAWS[law](measured(name, low)) for low in LOWS]
         assert not all(kept for kept, _ in verdicts), f"{law} is kept: {'; '.join(message for _, message in verdicts)}"
 
@@ -69,4 +69,4 @@ def test_tracing_takes_little_longer(name: str, record_property: Any, request: p
     ratio = measure.trace_ratio(plain(name).model)
     record_property(plugin.KEY, plugin.trace_row(registry.ENTRIES[name], "bfloat16", ratio))
     if request.config.getoption("--check-times"):
-        assert ratio <= laws.TRACE
+        assert ratio <= laws.TRACE or registry.TRACE in registry.ENTRIES[name].reasons
