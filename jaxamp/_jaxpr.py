@@ -7,7 +7,6 @@ those of the bare primitive. `jit` tells apart what a trace depends on: equation
 """
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -100,17 +99,6 @@ def _last_uses(body: Jaxpr) -> list[list[Var]]:
         found.append(list(mine))
     found.reverse()
     return found
-
-
-def without_scope(eqns: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """The named scopes that equations have in common, and the equations as they are inside of these."""
-    stacks = [eqn.source_info.name_stack for eqn in eqns]
-    alike = (len(set(entries)) == 1 for entries in zip(*(stack.stack for stack in stacks), strict=False))
-    common = sum(itertools.takewhile(bool, alike))
-    if not common:
-        return stacks[0][:0], eqns
-    infos = (eqn.source_info.replace(name_stack=stack[common:]) for eqn, stack in zip(eqns, stacks, strict=True))
-    return stacks[0][:common], [eqn.replace(source_info=info) for eqn, info in zip(eqns, infos, strict=True)]
 
 
 _USUAL_DEPTH = 10

@@ -14,17 +14,8 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jec
 
-from .._compat import (
-    Jaxpr,
-    current_name_stack,
-    inside_hi,
-    open_jaxpr,
-    user_context,
-    with_equations,
-    with_hi_checkpoint,
-    without_consts,
-)
-from .._jaxpr import bind, without_scope
+from .._compat import Jaxpr, inside_hi, open_jaxpr, with_hi_checkpoint, without_consts
+from .._jaxpr import bind
 from .._traits import traits_of
 
 Keep = Literal["auto", "matmuls", "all"]
@@ -81,14 +72,10 @@ def keeping_little(fun: Callable[..., Sequence[Any]], in_loop: bool = False) -> 
 
     def checkpointed(*operands: Any) -> Sequence[Any]:
         jaxpr, consts = without_consts(jax.make_jaxpr(fun)(*operands))
-        if not jaxpr.eqns:
-            return fun(*operands)
-        scope, eqns = without_scope(jaxpr.eqns)
-        jaxpr, eqn = with_equations(jaxpr, eqns), _checkpoint_equation(in_loop)
+        eqn = _checkpoint_equation(in_loop)
         is_hi = "_prim" in eqn.params
         changed = {"_prim": with_hi_checkpoint(eqn.params["_prim"], jaxpr, 0)} if is_hi else {"jaxpr": jaxpr}
-        with user_context(eqns[0].source_info.traceback, name_stack=current_name_stack() + scope):
-            return bind(eqn, [*consts, *operands], **changed)
+        return bind(eqn, [*consts, *operands], **changed)
 
     return checkpointed
 

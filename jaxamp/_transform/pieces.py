@@ -1,14 +1,17 @@
 """Run a traced function in pieces whose derivatives JAX remembers.
 
-Under `grad` or `vmap`, JAX applies its rules to each equation, each time that a function is traced. It remembers what
-it made of a jitted function. So equations are run in pieces, from a matmul to the next one, and a piece that occurs
-twice, in one trace or in two, is such a function: the layers of a network are differentiated once. It is inlined where
-it is called: jaxprs, source lines and scopes are those of its equations. A piece that occurs for the first time is not
-worth it, and runs equation by equation.
+Under `grad` or `vmap`, JAX applies its rules to each equation. It remembers what it made of a jitted function. So
+equations are run in pieces, from a matmul to the next one, and a piece that occurs more than once is such a function:
+equal layers of a network are differentiated and lowered once. Source lines and scopes are those of its equations. The
+other pieces run equation by equation.
+
+What is run depends on the function and its operands alone, not on what was traced before: all processes of a cluster
+must arrive at the same program.
 """
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +27,9 @@ from .._compat import (
     current_name_stack,
     open_jaxpr,
     user_context,
+    with_equations,
 )
-from .._jaxpr import bind, bind_once, evaluate, without_scope
+from .._jaxpr import bind, bind_once, evaluate
 from .._structure import Structure, is_plain, structure_of
 from .._traits import traits_of
 
@@ -45,22 +49,25 @@ def run_in_pieces(fun: Callable[..., Sequence[Any]], operands: Sequence[Any]) ->
     run = _EquationByEquation(body.eqns)
     for piece in pieces:
         structure = piece.structure
-        remembered = structure is not None and (counts[structure] > 1 or _was_seen(structure))
+        remembered = structure is not None and counts[structure] > 1
         ins = [values[v] for v in piece.ins]
-        with user_context(None, name_stack=outer + piece.scope):
-            outs = _jitted(structure)(*ins) if remembered else run(piece.jaxpr, ins)
+        if remembered:
+            with user_context(None, name_stack=outer + piece.scope):
+                outs = _jitted(structure)(*ins)
+        else:
+            outs = run(piece.jaxpr, ins)
         values.update(zip(piece.outs, outs, strict=True))
     return [v.val if isinstance(v, Literal) else values[v] for v in body.outvars]
 
 
 class _Piece(NamedTuple):
-    """Neighbouring equations as a closed jaxpr, with the variables that go in and come out, and the scope around."""
+    """Neighbouring equations as a closed jaxpr, with the variables that go in and come out."""
 
     jaxpr: Jaxpr
     ins: list[Var]
     outs: list[Var]
-    scope: Any
-    structure: Structure | None
+    scope: Any  # what all equations have in common
+    structure: Structure | None  # of the equations inside of this scope
 
 
 def _pieces(body: Jaxpr) -> Iterator[_Piece]:
@@ -71,9 +78,46 @@ def _pieces(body: Jaxpr) -> Iterator[_Piece]:
         made = {v for eqn in group for v in eqn.outvars}
         read = (v for eqn in group for v in eqn.invars if not isinstance(v, Literal) and v not in made)
         ins, outs = list(dict.fromkeys(read)), [v for eqn in group for v in eqn.outvars if last.get(v, -1) > i]
-        scope, eqns = without_scope(group)
-        jaxpr = closed_jaxpr(body, ins, outs, eqns)
-        yield _Piece(jaxpr, ins, outs, scope, structure_of(jaxpr))
+        scope, eqns = _without_scope(group)
+        made_of = [closed_jaxpr(body, ins, outs, some) for some in (group, eqns)]
+        yield _Piece(made_of[0], ins, outs, scope, structure_of(made_of[1]))
+
+
+def _without_scope(eqns: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The named scopes that equations have in common, and the equations as they are inside of these.
+
+    A checkpoint of ours has no scope itself: the equations in it have theirs. Nor have casts between two equations.
+    """
+    stacks = list(_stacks(eqns)) or [eqn.source_info.name_stack for eqn in eqns]
+    alike = (len(set(entries)) == 1 for entries in zip(*(stack.stack for stack in stacks), strict=False))
+    common = sum(itertools.takewhile(bool, alike))
+    return stacks[0][:common], [_inside(eqn, common) for eqn in eqns]
+
+
+def _stacks(eqns: Sequence[Any]) -> Iterator[Any]:
+    for eqn in eqns:
+        if _is_checkpoint_without_scope(eqn):
+            yield from _stacks(eqn.params["jaxpr"].eqns)
+        elif eqn.source_info.name_stack.stack or not traits_of(eqn.primitive).passes_on:
+            yield eqn.source_info.name_stack
+
+
+def _inside(eqn: Any, common: int) -> Any:
+    """An equation without the outermost of its scopes."""
+    if not common:
+        return eqn
+    if _is_checkpoint_without_scope(eqn):
+        jaxpr = eqn.params["jaxpr"]
+        inside = with_equations(jaxpr, [_inside(each, common) for each in jaxpr.eqns])
+        return eqn.replace(params={**eqn.params, "jaxpr": inside})
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack[common:]))
+
+
+def _is_checkpoint_without_scope(eqn: Any) -> bool:
+    if not traits_of(eqn.primitive).checkpoints or eqn.source_info.name_stack.stack:
+        return False
+    return bool(eqn.params["jaxpr"].eqns)
 
 
 def _groups(eqns: Sequence[Any]) -> Iterator[list[Any]]:
@@ -116,15 +160,3 @@ def _jitted(structure: Structure) -> Callable[..., Sequence[Any]]:
         return jec.jaxpr_as_fun(structure.jaxpr)(*operands)
 
     return jax.jit(piece)
-
-
-def _was_seen(structure: Structure) -> bool:
-    """Whether this was asked before."""
-    before = _asked.cache_info().hits
-    _asked(structure)
-    return _asked.cache_info().hits > before
-
-
-@functools.lru_cache(_REMEMBERED)
-def _asked(structure: Structure) -> None:
-    return None

@@ -66,7 +66,6 @@ TRANSFORMS = {
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     pieces._jitted.cache_clear()
-    pieces._asked.cache_clear()
 
 
 def written(fn, *args):
@@ -118,6 +117,13 @@ def test_gradients_of_remembered_pieces_are_as_exact(net):
     found = (np.asarray(jax.jit(jax.grad(AMP(functools.partial(net))))(W, W), np.float64) for _ in range(3))
     errors = [np.linalg.norm(got - want) / np.linalg.norm(want) for got in found]
     assert max(errors) < min(0.02, 1.3 * errors[0])
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_what_is_run_does_not_depend_on_what_was_traced_before(net):
+    """All processes of a cluster must arrive at the same program."""
+    texts = [jax.jit(jax.grad(AMP(functools.partial(net)))).lower(W, W).as_text() for _ in range(3)]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_equal_layers_are_differentiated_once():
@@ -274,7 +280,6 @@ def test_changes_of_the_configuration_are_seen(setting):
             inside = written(jax.grad(AMP(functools.partial(relu_net))), W, W)
         assert written(jax.grad(AMP(functools.partial(relu_net))), W, W) == before
     pieces._jitted.cache_clear()
-    pieces._asked.cache_clear()
     jax.clear_caches()
     with setting():
         assert written(jax.grad(AMP(functools.partial(relu_net))), W, W) == inside
