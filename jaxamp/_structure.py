@@ -53,7 +53,7 @@ _LASTING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def mark_lasting(jaxpr: Jaxpr) -> None:
-    """Say that a jaxpr is the only one that says what it says, and may be held by a cache."""
+    """Say that a jaxpr that `structure_of` refuses may be held by a cache all the same. It is equal to itself alone."""
     _LASTING.add(jaxpr)
 
 

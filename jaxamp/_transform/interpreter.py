@@ -23,7 +23,7 @@ from .._plan.plan import Environment, Part, Plan
 from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep
 from .._plan.sensitivity import Value
-from .._structure import mark_lasting
+from .._structure import mark_lasting, structure_of
 from .environment import Env
 from .ledger import Ledger
 
@@ -152,7 +152,8 @@ class Interpreter:
         found = _TRACED.setdefault(plan.jaxpr, {})
         if key not in found:
             found[key] = self._trace(plan, outs)
-            mark_lasting(found[key])
+            if structure_of(found[key]) is None:
+                mark_lasting(found[key])
         return found[key]
 
     def _trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:

@@ -34,7 +34,7 @@ from .._structure import Structure, is_plain, structure_of
 from .._traits import traits_of
 
 _REMEMBERED = 1024  # pieces
-_OFTEN = 3
+_OFTEN = 3  # times
 
 
 def run_in_pieces(fun: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
