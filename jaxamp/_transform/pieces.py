@@ -1,9 +1,10 @@
 """Run a traced function in pieces whose derivatives JAX remembers.
 
 Under `grad` or `vmap`, JAX applies its rules to each equation. It remembers what it made of a jitted function. So
-equations are run in pieces, from a matmul to the next one, and a piece that occurs more than once is such a function:
-equal layers of a network are differentiated and lowered once. Source lines and scopes are those of its equations. The
-other pieces run equation by equation.
+equations are run in pieces, from a matmul to the next one. A piece that occurs more than once is such a function: equal
+layers of a network are differentiated and lowered once. So is a piece with a checkpoint, whose rules take long: it is
+worth remembering for the next trace. Source lines and scopes are those of the equations. The other pieces run equation
+by equation.
 
 What is run depends on the function and its operands alone, not on what was traced before: all processes of a cluster
 must arrive at the same program.
@@ -49,7 +50,7 @@ def run_in_pieces(fun: Callable[..., Sequence[Any]], operands: Sequence[Any]) ->
     run = _EquationByEquation(body.eqns)
     for piece in pieces:
         structure = piece.structure
-        remembered = structure is not None and counts[structure] > 1
+        remembered = structure is not None and (counts[structure] > 1 or piece.has_checkpoint)
         ins = [values[v] for v in piece.ins]
         if remembered:
             with user_context(None, name_stack=outer + piece.scope):
@@ -68,6 +69,10 @@ class _Piece(NamedTuple):
     outs: list[Var]
     scope: Any  # what all equations have in common
     structure: Structure | None  # of the equations inside of this scope
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(traits_of(eqn.primitive).checkpoints for eqn in open_jaxpr(self.jaxpr).eqns)
 
 
 def _pieces(body: Jaxpr) -> Iterator[_Piece]:
