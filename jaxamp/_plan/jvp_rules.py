@@ -76,8 +76,10 @@ def remembered_jvp(
     It is made of jaxprs alone. None if a cache must not hold them, or if the rule is not to be called. Functions with
     the same `key` are the same.
     """
-    if key in _FOUND:
-        return _FOUND[key]
+    try:
+        return _FOUND[key]  # not `in` first: another thread may clear it
+    except KeyError:
+        pass
     moved: list[int] = []
 
     def tangents(x: Any, t: Any) -> list[Any]:

@@ -4,7 +4,7 @@ The outermost active scope that has a key wins; at one scope the pair comes befo
 glob; else the primitive; else `"amp_default"`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,14 @@ class Found(NamedTuple):
     key: Key
 
 
+def _identity(rules: dict[Key, Rule]) -> Hashable:
+    """Equal for lookups that find the same. A rule that can't be hashed is told from all others."""
+    try:
+        return frozenset(rules.items())
+    except TypeError:
+        return object()
+
+
 class Lookup:
     """A policy for one compute dtype, ready to be asked."""
 
@@ -39,7 +47,7 @@ class Lookup:
         scoped = [key for key in self._rules if not isinstance(key, Primitive)]
         self._globs = [key for key in scoped if is_glob(key if isinstance(key, str) else key[0])]
         self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
-        self.identity = frozenset(self._rules.items())  # equal for lookups that find the same
+        self.identity = _identity(self._rules)
         self.inert = all(rule is use_original_precision for rule in self._rules.values())
 
     def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:

@@ -177,7 +177,7 @@ class Interpreter:
     @property
     def identity(self) -> Hashable:
         """Equal for interpreters that do the same with a plan."""
-        return self._planner.identity, trace_context()
+        return self._planner.identity, self.is_transformed, trace_context()
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""

@@ -126,6 +126,35 @@ def test_what_is_run_does_not_depend_on_what_was_traced_before(net):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.parametrize("fn", [jax.jit(lambda x: jax.nn.relu(x) * 2), jax.nn.softplus])
+def test_nor_on_what_was_run_without_a_gradient(fn):
+    def net(w, x):
+        for _ in range(3):
+            x = fn(x @ w)
+        return x.sum()
+
+    def lowered():
+        return jax.jit(jax.grad(AMP(functools.partial(net)))).lower(W, W).as_text()
+
+    jax.clear_caches()
+    first = lowered()
+    jax.clear_caches()
+    AMP(functools.partial(net))(W, W)
+    assert lowered() == first
+
+
+def test_a_rule_that_cannot_be_hashed():
+    class Rule:
+        __hash__ = None
+
+        def __call__(self, *args, **params):
+            return jaxamp.use_compute_precision(*args, **params)
+
+    policy = {lax.dot_general_p: Rule()}
+    for _ in range(2):
+        assert jax.grad(jaxamp.amp(functools.partial(relu_net), amp_policy=policy))(W, W).dtype == jnp.float32
+
+
 def test_equal_layers_are_differentiated_once():
     def net(w, x):
         for _ in range(6):
