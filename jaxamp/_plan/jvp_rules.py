@@ -15,7 +15,7 @@ from .._traits import traits_of
 
 _REMEMBERED = 1024  # functions
 _FOUND: dict[Hashable, Callable[[Any], list[Any]] | None] = {}
-_JAX = os.path.dirname(jax.__file__)
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 class Pushed(NamedTuple):
@@ -56,12 +56,18 @@ def is_remembered(eqn: Any) -> bool:
     return traits_of(eqn.primitive).own_jvp and len(eqn.invars) == 1
 
 
-def library_source(eqn: Any) -> tuple[str, int] | None:
-    """File and line of the function with a rule, if it is one of JAX's own: then it has this rule in every call."""
+def library_key(eqn: Any) -> Hashable | None:
+    """What tells one of JAX's own functions with a rule from all others; None for any other function.
+
+    JAX's are made once, so file, line and body say which one it is, and which rule it has.
+    """
     inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    info = open_jaxpr(inside.jaxpr if inside else eqn.params["call_jaxpr"]).debug_info
-    is_library = info.func_filename is not None and info.func_filename.startswith(_JAX)
-    return (info.func_filename, info.func_lineno) if is_library else None
+    jaxpr = inside.jaxpr if inside else eqn.params["call_jaxpr"]
+    info = open_jaxpr(jaxpr).debug_info
+    body = structure_of(jaxpr)
+    if body is None or info.func_filename is None or not info.func_filename.startswith(_JAX):
+        return None
+    return info.func_filename, info.func_lineno, body
 
 
 def remembered_jvp(

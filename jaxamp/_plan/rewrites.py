@@ -32,7 +32,7 @@ from .._compat import (
 from .._formats import cast
 from .._jaxpr import along, bind
 from .bodies import with_bodies
-from .jvp_rules import Pushed, is_remembered, library_source, remembered_jvp, with_jvp
+from .jvp_rules import Pushed, is_remembered, library_key, remembered_jvp, with_jvp
 from .residuals import Keep, has_work, keeping_little, may_keep_little
 from .sensitivity import LOW, PROTECTED, Value
 
@@ -142,9 +142,9 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
 
     name = _name_of(eqn)
     if rewriter.is_transformed and is_remembered(eqn):
-        aval, source = jax.typeof(operands[0]), library_source(eqn)
-        asked = aval, eqn.invars[0].aval, plan.ins, plan.wanted, plan.outs, plan.path, plan.magnified
-        key = None if source is None else (source, asked, rewriter.identity)
+        aval, known = jax.typeof(operands[0]), library_key(eqn)
+        asked = aval, plan.ins, plan.wanted, plan.outs, plan.path, plan.magnified
+        key = None if known is None else (known, asked, rewriter.identity)
         fun = remembered_jvp(primal, lambda x, t: push([0], [x], [t]), aval, name, key)
         if fun is not None:
             return list(fun(*operands))

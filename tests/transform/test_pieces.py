@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import math
+import os
 import re
 import weakref
 
@@ -208,6 +209,33 @@ def made_by(scale):
 def test_functions_with_the_same_body_and_other_rules_are_told_apart():
     for _ in range(3):
         one, two = (jax.grad(AMP(lambda x, s=s: jnp.sum(made_by(s)(x @ W))))(W) for s in (1.0, 2.0))
+        np.testing.assert_array_equal(2 * one, two)
+
+
+FACTORY = """
+def made_by(scale, in_body):
+    @jax.custom_jvp
+    def activation(x):
+        return jnp.tanh(x * scale) if in_body else jnp.tanh(x)
+
+    @activation.defjvp
+    def rule(primals, tangents):
+        return activation(*primals), scale * tangents[0]
+
+    return activation
+"""
+
+
+def loss_of(activation):
+    return lambda x: jnp.sum(activation(x @ W))
+
+
+@pytest.mark.parametrize(("path", "in_body"), [("opt/made_up.py", False), ("/made_up.py", True)])
+def test_functions_of_jax_are_told_apart_by_their_bodies_and_from_libraries_with_a_name_like_it(path, in_body):
+    names = {"jax": jax, "jnp": jnp}
+    exec(compile(FACTORY, os.path.dirname(jax.__file__) + path, "exec"), names)
+    for _ in range(2):
+        one, two = (jax.grad(AMP(loss_of(names["made_by"](scale, in_body))))(W) for scale in (1.0, 2.0))
         np.testing.assert_array_equal(2 * one, two)
 
 
