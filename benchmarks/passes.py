@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxamp._passes import JAXPR_PASSES, PLAN_PASSES
+from jaxamp._passes import JAXPR_PASSES, PLAN_PASSES, PROGRAM_PASSES
 
 from ._contest import TOLERANCE, conclude, contest
 from ._sides import Side, ours
@@ -21,7 +21,7 @@ from ._tables import Column, number, parser, percent, publish, save, significant
 from .train_step import ask_for_cases, cases_of, repeats_and_calls
 
 ALL, NONE = "all passes", "no passes"
-PASSES = tuple(one.__name__ for one in (*JAXPR_PASSES, *PLAN_PASSES))
+PASSES = tuple(one.__name__ for one in (*JAXPR_PASSES, *PLAN_PASSES, *PROGRAM_PASSES))
 COLUMNS = (
     Column("network", "network"),
     Column("layers", "layers"),

@@ -73,13 +73,14 @@ def marked(name_stack: Any, number: int) -> Any:
     return name_stack.extend(f"{_MARK}{number}")
 
 
+def is_mark(entry: Any) -> bool:
+    """Whether an entry of a name stack is a number that `marked` has added."""
+    return isinstance(entry, _Scope) and entry.name.startswith(_MARK)
+
+
 def marks_of(name_stack: Any) -> list[int]:
     """The numbers in a name stack, the last first."""
-    return [
-        int(entry.name.removeprefix(_MARK))
-        for entry in reversed(name_stack.stack)
-        if isinstance(entry, _Scope) and entry.name.startswith(_MARK)
-    ]
+    return [int(entry.name.removeprefix(_MARK)) for entry in reversed(name_stack.stack) if is_mark(entry)]
 
 
 def up_to_mark(name_stack: Any, number: int) -> Any:

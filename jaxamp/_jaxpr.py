@@ -54,19 +54,8 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callab
 
 def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind an equation's primitive to other operands and parameters."""
-    return _results(eqn, bind_primitive(eqn.primitive, *operands, **_bind_params(eqn, changed)))
-
-
-def bind_once(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """`bind` of an equation that is not worth remembering."""
-    return _results(eqn, eqn.primitive.bind(*operands, **_bind_params(eqn, {})))
-
-
-def _bind_params(eqn: Any, changed: dict[str, Any]) -> dict[str, Any]:
-    return eqn.primitive.get_bind_params({**eqn.params, **changed})
-
-
-def _results(eqn: Any, out: Any) -> list[Any]:
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    out = bind_primitive(eqn.primitive, *operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

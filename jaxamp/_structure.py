@@ -1,5 +1,6 @@
 """Jaxprs by what they say, so that what was made of one serves another that says the same."""
 
+import os
 import types
 import weakref
 from collections.abc import Hashable
@@ -11,6 +12,8 @@ import numpy as np
 from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
 from ._jaxpr import Memo
 from ._traits import traits_of
+
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 class Structure:
@@ -36,13 +39,18 @@ def structure_of(jaxpr: Jaxpr) -> Structure | None:
         return None
 
 
-def is_plain(eqn: Any) -> bool:
-    """Whether an equation holds nothing that a cache must not hold."""
-    try:
-        _params(eqn, Memo())
-    except _NotPlainError:
-        return False
-    return not eqn.effects
+def library_key(eqn: Any) -> Hashable | None:
+    """What tells one of JAX's own functions with a `custom_jvp` rule from all others; None for any other function.
+
+    JAX's are made once, so file, line and body say which one it is, and which rule it has.
+    """
+    inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    jaxpr = inside.jaxpr if inside else eqn.params["call_jaxpr"]
+    info = open_jaxpr(jaxpr).debug_info
+    if info.func_filename is None or not info.func_filename.startswith(_JAX):
+        return None
+    body = structure_of(jaxpr)
+    return None if body is None else (info.func_filename, info.func_lineno, body)
 
 
 class _NotPlainError(Exception):
@@ -89,13 +97,17 @@ def _params(eqn: Any, known: Memo) -> Hashable:
     traits, params = traits_of(eqn.primitive), eqn.params
     if traits.plain_params:
         return tuple(params.items())
-    if traits.own_jvp or traits.own_vjp:
-        raise _NotPlainError
+    inside = inside_hi(params["_prim"]) if "_prim" in params else None
+    if traits.own_jvp or (inside is not None and inside.kind == "custom_jvp"):
+        if (key := library_key(eqn)) is None:
+            raise _NotPlainError
+        return key
     if "_prim" in params:
-        inside = inside_hi(params["_prim"])
         if inside is None or inside.kind != "checkpoint":
             raise _NotPlainError
         params = params["_prim"].params
+    elif traits.own_vjp:
+        raise _NotPlainError
     return tuple((name, _param(value, known)) for name, value in params.items())
 
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxamp import _jaxpr
 from jaxamp._traits import Traits, traits_of
-from jaxamp._transform import pieces
 
 
 def mlp(w, x):
@@ -205,7 +204,6 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_jaxpr, "_jitted", spy)
-        patch.setattr(pieces, "_OFTEN", 1)
         jax.make_jaxpr(jax.grad(AMP(fn)))(W, W)
     assert seen
     assert all(traits_of(primitive).plain_params and all(plain(v) for _, v in params) for primitive, params in seen)

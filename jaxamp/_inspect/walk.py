@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._compat import Jaxpr
+from .._compat import Jaxpr, marks_of
 from .._jaxpr import bind, evaluate
 from .._plan.higher_order import higher_order
 from .._transform.ledger import Ledger
@@ -30,12 +30,15 @@ class Walker:
     def run(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
         """The results of a jaxpr that is at `place`."""
         self._runs += 1
-        place = place._replace(run=self._runs)
+        return self._run(jaxpr, operands, place._replace(run=self._runs))
+
+    def _run(self, jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
 
         def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
             here, found = place.of(eqn, self._ledger), higher_order(eqn.primitive)
             if found is not None and found.evaluate is not None:
-                outs = found.evaluate(self._body_runner(here), eqn, ins)
+                is_section = not marks_of(eqn.source_info.name_stack)  # the user's equations have marks
+                outs = found.evaluate(self._body_runner(here, is_section), eqn, ins)
                 if outs is not None:
                     return outs
             outs = bind(eqn, ins)
@@ -44,14 +47,17 @@ class Walker:
 
         return evaluate(jaxpr, operands, apply)
 
-    def _body_runner(self, place: Place) -> Any:
-        """Runs the bodies of one equation. Loops and branches are numbered, so that two runs can be compared."""
+    def _body_runner(self, place: Place, is_section: bool) -> Any:
+        """Runs the bodies of one equation. Loops and branches are numbered, so that two runs can be compared.
+
+        `is_section`: it is not an equation of the user, and its body is part of the run around it.
+        """
         number: int | None = None
 
         def run(jaxpr: Jaxpr, operands: Sequence[Any], *, turn: int | None = None, in_loop: bool = False) -> list[Any]:
             nonlocal number
             if turn is None:
-                return self.run(jaxpr, operands, place)
+                return (self._run if is_section else self.run)(jaxpr, operands, place)
             if number is None:
                 number = self._entered[place.turns]
                 self._entered[place.turns] += 1

@@ -1,17 +1,19 @@
 """The passes, in the order in which they run. Each is a file of this package; CONTRIBUTING.md shows how to add one.
 
-A pass of a jaxpr rewrites the user's program before it is planned; a pass of a plan changes how it runs.
+A pass of a jaxpr rewrites the user's program before it is planned; a pass of a plan changes how it runs; a pass of a
+program rewrites what running the plan gave.
 """
 
 from collections.abc import Callable
 
 from .._compat import Jaxpr
-from .._plan.plan import Plan
+from .._plan.plan import Plan, Setting
 from .cotangents import share_cotangents
 from .layouts import order_results
 from .masks import spread_masks
 from .recompute import recompute
 from .softmax import low_softmaxes
+from .streams import hold_streams_low
 from .transposes import fold_transposes
 
 JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
@@ -20,6 +22,8 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,
     order_results,
     low_softmaxes,
-    recompute,
+    hold_streams_low,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
+
+PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (recompute,)

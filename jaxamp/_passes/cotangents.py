@@ -3,6 +3,8 @@
 The cotangent of a sum with something that is repeated, such as a bias, goes two ways: it is summed for the bias, and it
 is the cotangent of an operation that runs low. Both read one array, rounded once. And an operand that is repeated along
 an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32.
+
+The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these.
 """
 
 from collections.abc import Sequence
@@ -11,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from .._compat import Literal
+from .._compat import Literal, Var
 from .._formats import Format, cast, float_dtype
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Runner, map_steps
+from .._plan.sensitivity import FREE
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
+from .._traits.matmul_cost import size_of
 
 
 def share_cotangents(plan: Plan) -> Plan:
@@ -32,7 +36,28 @@ def share_cotangents(plan: Plan) -> Plan:
     }
     if not found:
         return plan
-    return plan._replace(parts=map_steps(plan.parts, lambda i: SharedCotangent((i,)) if i in found else i))
+    others = _no_biases(plan)
+    return plan._replace(parts=map_steps(plan.parts, lambda i: SharedCotangent((i,), others) if i in found else i))
+
+
+def _no_biases(plan: Plan) -> frozenset[Var]:
+    """Results that have no cotangent in common with a bias or a table of parameters.
+
+    Those of convolutions; few numbers that were repeated by hand; and what is made of activations, such as means.
+    """
+    found: set[Var] = set()
+    for i, eqn in enumerate(plan.eqns):
+        for var, value in plan.values_of(i):
+            if eqn.primitive is lax.broadcast_in_dim_p:
+                (atom, *_) = eqn.invars
+                repeats = size_of(var.aval) > size_of(atom.aval)
+                is_one = repeats or (not isinstance(atom, Literal) and atom in found)
+            else:
+                of_activations = value.sensitivity is not FREE and not value.is_low
+                is_one = of_activations or eqn.primitive is lax.conv_general_dilated_p
+            if is_one:
+                found.add(var)
+    return frozenset(found)
 
 
 def _is_repeated(eqn: Any) -> Any:
@@ -44,6 +69,7 @@ class SharedCotangent(NamedTuple):
     """One operation that repeats an operand along an axis."""
 
     parts: tuple[Part, ...]
+    others: frozenset[Var]  # see `_no_biases`
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
         return self._replace(parts=parts)
@@ -54,16 +80,19 @@ class SharedCotangent(NamedTuple):
             return runner.run_parts(plan, self.parts, env)
         eqn, step, low = plan.eqns[i], plan.steps[i], plan.setting.formats.low
         with runner.at(plan, i):
-            operands = [_operand(env, eqn, v, format_, low) for v, format_ in zip(eqn.invars, step.reads, strict=True)]
+            operands = [
+                _operand(env, eqn, v, format_, low, not isinstance(v, Literal) and v not in self.others)
+                for v, format_ in zip(eqn.invars, step.reads, strict=True)
+            ]
             outs = runner.operate(plan, i, operands)
-            if traits_of(eqn.primitive).sum:
-                free = runner.in_recomputation and not step.is_pinned
+            if traits_of(eqn.primitive).sum and not any(v in self.others for v in eqn.invars if isinstance(v, Var)):
+                free = plan.setting.keep != "all" and not step.is_pinned
                 outs = _with_one_cotangent(env, eqn, step.reads, outs, low, free)
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):
                 env.write(var, cast(x, value.dtype), value)
 
 
-def _operand(env: Environment, eqn: Any, atom: Any, format_: Format | None, low: Format) -> Any:
+def _operand(env: Environment, eqn: Any, atom: Any, format_: Format | None, low: Format, may_be_table: bool) -> Any:
     """An operand in the format in which it is read, repeated before it is rounded."""
     if not _is_repeated(eqn)(atom):
         return env.read(atom, format_)
@@ -71,7 +100,7 @@ def _operand(env: Environment, eqn: Any, atom: Any, format_: Format | None, low:
     first = _first_kept_axis(x.shape, shape)
     assert format_ is not None
     rounded = x.dtype == np.float32 and format_.low
-    is_table = first is not None and first < x.ndim - 1  # such as one of positions
+    is_table = may_be_table and first is not None and first < x.ndim - 1  # such as one of positions
     if x.dtype == format_.dtype and not is_table:
         return x
     x = lax.broadcast_in_dim(x, shape, range(x.ndim))

@@ -1,215 +1,237 @@
-"""Compute the float32 work between two matmuls again in the backward pass: a gelu, a softmax with dropout, a logsumexp.
+"""Compute again in the backward pass what is cheap to make.
 
-JAX keeps for the backward pass what each nonlinear operation needs, in float32. The steps between two matmuls are
-computed again instead, from their low operands, which the matmuls keep in any case or which are half as large. Random
-draws, gathers, masks and reductions of many entries are inside too, but are kept. So are matmuls of two activations
-that read something larger than their result: the map of attention is made again from its scores.
+JAX keeps for the backward pass what each nonlinear operation needs, in float32. Here a program is cut between matmuls,
+where the fewest bytes are alive: between two layers of a network. A section keeps what goes into it and what is
+expensive to make (`residuals.py`), results of matmuls above all. The backward pass computes the rest again.
+
+A section is a jitted function, which JAX remembers: equal layers of a network are differentiated and lowered once, and
+not again in the next trace. Source lines and scopes are those of the equations.
+
+Where a program is cut depends on it alone, not on what was traced before: all processes of a cluster must arrive at the
+same program.
 """
 
-from collections.abc import Collection, Iterator
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
+import jax.extend.core as jec
 
-from .._compat import Literal, Var, open_jaxpr
-from .._formats import Format, float_dtype
-from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
-from .._plan.residuals import keeping_little
-from .._plan.sensitivity import FREE, Value
+from .._compat import (
+    Jaxpr,
+    Literal,
+    Var,
+    closed_jaxpr,
+    inside_hi,
+    is_mark,
+    open_jaxpr,
+    trace_context,
+    with_equations,
+)
+from .._formats import float_dtype
+from .._jaxpr import Memo
+from .._plan.bodies import with_bodies
+from .._plan.checkpoints import checkpoint_equation
+from .._plan.higher_order import describe
+from .._plan.plan import Setting
+from .._plan.residuals import is_work, makes_complex
+from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-from .._traits.traits import NONE
+
+_REMEMBERED = 1024  # sections
 
 
-def recompute(plan: Plan) -> Plan:
-    """Put steps between matmuls into regions that are computed again, where that is worth it."""
-    if not plan.touched or plan.setting.keep == "all":
-        return plan
-    values: dict[Var, Value] = dict(zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True))
-    constants: set[Var] = set()
-    for eqn, step in zip(plan.eqns, plan.steps, strict=True):
-        values.update(zip(eqn.outvars, step.outs, strict=True))
-        if step.mode is Mode.CONSTANT:
-            constants.update(eqn.outvars)
-    readers: dict[Var, list[Reader]] = {}
-    regions = []
-    waiting = list(_runs(plan, values))
-    while waiting:
-        for group in _connected(plan, waiting.pop(0), constants):
-            size = _largest_in_float32(plan, group)
-            if size <= 1:
-                continue
-            readers = readers or plan.readers()
-            region = _region(plan, group, readers, constants)
-            if _pays(region, size, values):
-                regions.append(region)
+def recompute(program: Jaxpr, setting: Setting) -> Jaxpr:
+    """Put the equations of a program, and of functions inside of it, into sections that keep little."""
+    if setting.keep == "all" or not setting.formats.narrows:
+        return program
+    return _Cutter(setting).cut(program)
+
+
+class _Section(NamedTuple):
+    """Neighbouring equations; `inside`: none of them is a boundary."""
+
+    eqns: list[Any]
+    inside: bool
+
+
+class _Cutter:
+    def __init__(self, setting: Setting):
+        self._low = setting.formats.compute_dtype
+        self._whole = setting.keep == "matmuls"  # no cuts, only boundaries
+        self._known = Memo()
+
+    def cut(self, jaxpr: Jaxpr) -> Jaxpr:
+        """A jaxpr, open or closed, with sections."""
+        return self._known.get(jaxpr, None, lambda: self._cut(jaxpr))
+
+    def _cut(self, jaxpr: Jaxpr) -> Jaxpr:
+        body = open_jaxpr(jaxpr)
+        runs = list(self._runs(body.eqns))
+        sections = [section for run, outs in _with_results(body, runs) for section in self._sections(run, outs)]
+        eqns: list[Any] = []
+        for section, outs in _with_results(body, sections):
+            if not section.inside:
+                eqns += map(self._with_sections_inside, section.eqns)
+            elif self._pays(section.eqns):
+                eqns.append(_equation(body, section.eqns, outs))
             else:
-                waiting += _pieces(plan, group)
-    return plan.with_regions(regions)
+                eqns += section.eqns
+        return with_equations(jaxpr, eqns)
+
+    def _runs(self, eqns: Sequence[Any]) -> Iterator[_Section]:
+        """Neighbouring equations under one context, and the boundaries between them."""
+        run: list[Any] = []
+        for eqn in eqns:
+            inside = not self._is_boundary(eqn)
+            if run and not (inside and eqn.ctx == run[-1].ctx):
+                yield _Section(run, True)
+                run = []
+            if inside:
+                run.append(eqn)
+            else:
+                yield _Section([eqn], False)
+        if run:
+            yield _Section(run, True)
+
+    def _is_boundary(self, eqn: Any) -> bool:
+        """Whether it is not part of a section: it has effects, loops or a checkpoint, or sections of its own.
+
+        Or complex results, which `jax.checkpoint` can't keep (0.10 to 0.12).
+        """
+        if eqn.effects or makes_complex(eqn):
+            return True
+        traits = traits_of(eqn.primitive)
+        hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+        bodies = [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
+        has_rule = traits.own_jvp or traits.own_vjp or (hi is not None and hi.kind != "checkpoint")
+        if not (has_rule or traits.plain_call):
+            return bool(bodies)
+        inside = [e for body in bodies for e in open_jaxpr(body).eqns]
+        is_large = traits.plain_call and not self._whole and sum(map(_matmuls, inside)) > 1
+        return is_large or any(map(self._is_boundary, inside))
+
+    def _with_sections_inside(self, eqn: Any) -> Any:
+        """A boundary, with sections in its bodies if it may have them."""
+        if not traits_of(eqn.primitive).transparent:
+            return eqn
+        entry = describe(eqn)
+        assert entry is not None
+        return eqn.replace(params=with_bodies(eqn, entry, [self.cut(body.jaxpr) for body in entry.bodies]))
+
+    def _sections(self, run: _Section, outs: Collection[Var]) -> Iterator[_Section]:
+        ends = [] if self._whole or not run.inside else _cuts(run.eqns, outs)
+        for begin, end in itertools.pairwise([0, *ends, len(run.eqns)]):
+            yield _Section(run.eqns[begin:end], run.inside)
+
+    def _pays(self, eqns: Sequence[Any]) -> bool:
+        """Whether there is something to compute again, and a low value to compute it from."""
+        dtypes = {float_dtype(v.aval) for eqn in eqns for v in (*eqn.invars, *eqn.outvars)}
+        return self._low in dtypes and any(map(is_work, eqns))
 
 
-class Recomputed(NamedTuple):
-    """Steps that belong together, with the variables that go in and come out."""
-
-    parts: tuple[Part, ...]
-    steps: tuple[int, ...]
-    ins: tuple[Any, ...]
-    outs: tuple[Var, ...]
-    formats: tuple[Format | None, ...]  # that the outs are read in; None: as they are held
-
-    def with_parts(self, parts: tuple[Part, ...]) -> "Recomputed":
-        return self._replace(parts=parts)
-
-    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
-        if runner.in_recomputation:
-            return runner.run_parts(plan, self.parts, env)
-        inner = runner.recomputing()
-
-        def run(*operands: Any) -> list[Any]:
-            inside = env.with_values(self.ins, operands)
-            inner.run_parts(plan, self.parts, inside)
-            return [inside.read(v, format_) for v, format_ in zip(self.outs, self.formats, strict=True)]
-
-        again = run if runner.in_checkpoint else keeping_little(run)
-        outs = again(*(env.read(v) for v in self.ins))
-        values = {v: value for i in self.steps for v, value in plan.values_of(i)}
-        for var, x, format_ in zip(self.outs, outs, self.formats, strict=True):
-            env.write(var, x, values[var]._replace(format=format_ or values[var].format))
-        for i in self.steps:
-            if plan.steps[i].mode is Mode.CONSTANT:
-                env.postpone(plan.eqns[i])
+def _with_results(body: Jaxpr, sections: Sequence[_Section]) -> Iterator[tuple[_Section, list[Var]]]:
+    """Each section with the variables that are read after it."""
+    reads = ((v, i) for i, section in enumerate(sections) for eqn in section.eqns for v in eqn.invars)
+    last = {v: i for v, i in reads if not isinstance(v, Literal)}
+    last |= {v: len(sections) for v in body.outvars if not isinstance(v, Literal)}
+    for i, section in enumerate(sections):
+        yield section, [v for eqn in section.eqns for v in eqn.outvars if last.get(v, -1) > i]
 
 
-def _runs(plan: Plan, values: dict[Var, Value]) -> Iterator[list[int]]:
-    """Neighbouring steps between matmuls and loops. A region of another pass ends a run."""
-    run: list[int] = []
-    eqns, steps = plan.eqns, plan.steps
-    for part in plan.parts:
-        if isinstance(part, int) and (
-            _may_be_inside(eqns[part], steps[part])
-            or _reads_map(eqns[part], steps[part], [eqns[i] for i in run], values)
-        ):
-            run.append(part)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+# -- where to cut
 
 
-def _connected(plan: Plan, run: list[int], constants: Collection[Var]) -> list[list[int]]:
-    """The steps of a run in groups that share no value that is made in the run."""
-    eqns, parent, maker = plan.eqns, {i: i for i in run}, dict[Var, int]()
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = i = parent[parent[i]]
-        return i
-
-    for i in run:
-        for v in eqns[i].invars:
-            if not isinstance(v, Literal) and v in maker:
-                parent[root(maker[v])] = root(i)
-        maker.update((v, i) for v in eqns[i].outvars if v not in constants)
-    groups: dict[int, list[int]] = {}
-    for i in run:
-        groups.setdefault(root(i), []).append(i)
-    return list(groups.values())
-
-
-def _pieces(plan: Plan, group: list[int]) -> list[list[int]]:
-    """A group without the steps that keep their results; nothing if it has no such steps."""
-    pieces: list[list[int]] = [[]]
-    for i in group:
-        if _is_cheap(plan.eqns[i], plan.steps[i]):
-            pieces[-1].append(i)
-        else:
-            pieces.append([])
-    return [piece for piece in pieces if piece] if len(pieces) > 1 else []
+def _cuts(eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
+    """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer than
+    between the matmuls before or after, and not more."""
+    alive = list(_bytes_alive(eqns, outs))
+    matmuls = [i for i, eqn in enumerate(eqns) if _matmuls(eqn)]
+    places = []
+    for a, b in itertools.pairwise(matmuls):
+        place = min(range(a, b), key=alive.__getitem__)
+        while alive[place + 1] == alive[place] and traits_of(eqns[place + 1].primitive).passes_on:
+            place += 1  # a layout belongs to the matmul before it
+        places.append(place)
+    ends = []
+    for k, place in enumerate(places):
+        around = [alive[places[j]] for j in (k - 1, k + 1) if 0 <= j < len(places)]
+        if around and alive[place] <= min(around) and alive[place] < max(around):
+            ends.append(place + 1)
+    return ends
 
 
-def _is_cheap(eqn: Any, step: Step) -> bool:
-    """Whether all of a step is computed again: element-wise work, comparisons, reductions."""
-    if step.mode is Mode.ENTER:
-        return all(map(_is_cheap, step.bodies[0].eqns, step.bodies[0].steps))
+def _bytes_alive(eqns: Sequence[Any], outs: Collection[Var]) -> Iterator[int]:
+    """After each equation, the bytes of results that are read later; `outs` are read after all of them."""
+    last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
+    last |= dict.fromkeys(outs, len(eqns))
+    total, freed = 0, [0] * (len(eqns) + 1)
+    for i, eqn in enumerate(eqns):
+        for v in eqn.outvars:
+            if v in last:
+                size = size_of(v.aval) * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)
+                total += size
+                freed[last[v]] += size
+        total -= freed[i]
+        yield total
+
+
+def _matmuls(eqn: Any) -> int:
+    """How many matmuls there are in an equation."""
     traits = traits_of(eqn.primitive)
-    return traits.elementwise or traits.compares or traits.reduces
-
-
-def _may_be_inside(eqn: Any, step: Step, reductions: bool = True) -> bool:
-    """Whether a step is computed again at no great cost, or keeps its results and is not computed again."""
-    traits = traits_of(eqn.primitive)
-    unknown = traits is NONE and any(float_dtype(v.aval) is not None for v in (*eqn.invars, *eqn.outvars))
-    if eqn.effects or step.mode is Mode.RULE or unknown or traits.matrix_unit or traits.magnifies:
-        return False
-    if step.mode is not Mode.ENTER:
-        rearranges = traits.cheap and not (traits.elementwise or traits.reduces or traits.makes_positions)
-        return not rearranges and (reductions or not traits.reduces)
-    if not (traits.own_jvp or traits.plain_call):
-        return False
-    reductions &= not traits.own_jvp  # the derivative rule of a user's softmax knows better what it needs
-    body = step.bodies[0]
-    return all(_may_be_inside(e, s, reductions) for e, s in zip(body.eqns, body.steps, strict=True))
-
-
-def _reads_map(eqn: Any, step: Step, run: list[Any], values: dict[Var, Value]) -> bool:
-    """Whether a matmul reads something larger than its result that a run has made, such as the map of attention.
-
-    That is computed again too, where both operands are made by the program. The result of the matmul is kept.
-    """
-    made = {v for e in run for v in e.outvars}
-    floats = [v for v in eqn.invars if not isinstance(v, Literal) and float_dtype(v.aval) is not None]
-    large = [v for v in floats if v in made and size_of(v.aval) > sum(size_of(out.aval) for out in eqn.outvars)]
-    of_activations = all(v in values and values[v].sensitivity is not FREE for v in floats)
-    return bool(large) and of_activations and not eqn.effects and _is_matmul(eqn, step)
-
-
-def _is_matmul(eqn: Any, step: Step) -> bool:
-    """Whether it is a low matmul, or a call of one with nothing else that is costly."""
-    traits = traits_of(eqn.primitive)
-    if step.mode is not Mode.ENTER:
-        return traits.matmul and step.mode is Mode.LOW
     if not traits.plain_call:
-        return False
-    pairs = list(zip(step.bodies[0].eqns, step.bodies[0].steps, strict=True))
-    return any(_is_matmul(*pair) for pair in pairs) and all(_is_matmul(*p) or _may_be_inside(*p) for p in pairs)
+        return int(traits.matrix_unit)
+    return sum(_matmuls(inner) for body in jec.jaxprs_in_params(eqn.params) for inner in open_jaxpr(body).eqns)
 
 
-def _region(plan: Plan, steps: list[int], readers: dict[Var, list[Reader]], constants: Collection[Var]) -> Recomputed:
-    all_eqns, inside = plan.eqns, set(steps)
-    eqns = [all_eqns[i] for i in steps]
-    made = {v: None for eqn in eqns for v in eqn.outvars if v not in constants}
-    read = [v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)]
-    outside = {v: {r.format for r in readers.get(v, ()) if r.place not in inside} for v in made}
-    outs = {v: formats for v, formats in outside.items() if formats}
-    return Recomputed(
-        tuple(steps),
-        tuple(steps),
-        tuple(dict.fromkeys(v for v in read if v not in made and v not in constants)),
-        tuple(outs),
-        tuple(formats.pop() if len(formats) == 1 else None for formats in outs.values()),
-    )
+# -- the equation of a section
 
 
-def _pays(region: Recomputed, size: int, values: dict[Var, Value]) -> bool:
-    """Whether every operand as large as the nonlinear float32 work is low; `values` lacks closed-over arrays."""
-    large = [v for v in region.ins if float_dtype(v.aval) is not None and size_of(v.aval) >= size]
-    return bool(large) and all(v in values and values[v].is_low for v in large)
+def _equation(body: Jaxpr, eqns: Sequence[Any], outs: list[Var]) -> Any:
+    """One equation in place of several. It is a jitted checkpoint, or a checkpoint, if JAX must not remember it."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    ins = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made))
+    scope, inside = _without_scope(eqns)
+    structure = structure_of(closed_jaxpr(body, ins, outs, inside))
+    if structure is not None:
+        eqn = _remembered(structure, trace_context())
+    else:
+        eqn, scope = checkpoint_equation(closed_jaxpr(body, ins, outs, eqns)), scope[:0]
+    info = eqns[0].source_info.replace(name_stack=scope)
+    return eqn.replace(invars=ins, outvars=outs, source_info=info, ctx=eqns[0].ctx)
 
 
-def _largest_in_float32(plan: Plan, steps: list[int]) -> int:
-    eqns = plan.eqns
-    return max(_size_in_float32(eqns[i], plan.steps[i]) for i in steps)
+@functools.lru_cache(_REMEMBERED)
+def _remembered(structure: Structure, context: Any) -> Any:
+    """An equation of a jitted checkpoint, traced under a context."""
+    body = open_jaxpr(structure.jaxpr)
+    eqn = checkpoint_equation(structure.jaxpr).replace(invars=body.invars, outvars=body.outvars)
+    checkpointed = with_equations(structure.jaxpr, [eqn])
+
+    def section(*operands: Any) -> list[Any]:
+        return jec.jaxpr_as_fun(checkpointed)(*operands)
+
+    (eqn,) = open_jaxpr(jax.make_jaxpr(jax.jit(section))(*(v.aval for v in body.invars))).eqns
+    return eqn
 
 
-def _size_in_float32(eqn: Any, step: Step) -> int:
-    """The number of entries that a nonlinear operation of an equation makes in float32; 0: it is linear, or low."""
-    if step.mode is Mode.ENTER:
-        body = step.bodies[0]
-        return max(map(_size_in_float32, body.eqns, body.steps), default=0)
-    traits = traits_of(eqn.primitive)
-    of_two = traits.product and not any(isinstance(v, Literal) for v in eqn.invars)
-    if not (of_two or traits.nonlinear) or step.outs[0].dtype != np.float32:
-        return 0
-    return size_of(eqn.outvars[0].aval)
+def _without_scope(eqns: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The named scopes that equations have in common, and the equations as they are inside of these.
+
+    Casts between two equations have no scope.
+    """
+    all_stacks = [(eqn.source_info.name_stack, traits_of(eqn.primitive).passes_on) for eqn in eqns]
+    stacks = [stack for stack, passes_on in all_stacks if stack.stack or not passes_on] or [all_stacks[0][0]]
+    columns = zip(*(stack.stack for stack in stacks), strict=False)
+    alike = (len(set(entries)) == 1 and not is_mark(entries[0]) for entries in columns)
+    common = sum(itertools.takewhile(bool, alike))
+    return stacks[0][:common], [_inside_of_scopes(eqn, common) for eqn in eqns] if common else list(eqns)
+
+
+def _inside_of_scopes(eqn: Any, common: int) -> Any:
+    """An equation without the outermost of its scopes."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack[common:]))

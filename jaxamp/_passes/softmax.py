@@ -46,11 +46,9 @@ class Softmax(NamedTuple):
         return self._replace(parts=parts)
 
     def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
-        if runner.in_recomputation:
-            return runner.run_parts(plan, self.parts, env)
         with runner.at(plan, self.last):
             x = env.read(self.operand, _FLOAT32)
-            y = low_softmax(x, self.axes, plan.setting.formats.compute_dtype, runner.in_checkpoint)
+            y = low_softmax(x, self.axes, plan.setting.formats.compute_dtype)
         env.write(self.result, y, plan.steps[self.last].outs[0]._replace(format=plan.setting.formats.low))
 
 
@@ -95,22 +93,18 @@ def _is_free_to_change(step: Step) -> bool:
     return step.mode is Mode.AS_WRITTEN and step.outs[0].dtype == np.float32 and not step.is_pinned
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def low_softmax(x: Any, axes: tuple[int, ...], low: np.dtype, in_checkpoint: bool) -> Any:
-    """exp(x) / sum(exp(x)) in the dtype `low`; `x` is shifted already. A checkpoint around it keeps the result."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def low_softmax(x: Any, axes: tuple[int, ...], low: np.dtype) -> Any:
+    """exp(x) / sum(exp(x)) in the dtype `low`; `x` is shifted already. The result is kept for the backward pass."""
     powers = jnp.exp(x)
     return materialize(powers / powers.sum(axes, keepdims=True), low)
 
 
 @low_softmax.defjvp
-def _low_softmax_jvp(
-    axes: tuple[int, ...], low: np.dtype, in_checkpoint: bool, primals: Any, tangents: Any
-) -> tuple[Any, Any]:
+def _low_softmax_jvp(axes: tuple[int, ...], low: np.dtype, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    y = low_softmax(x, axes, low, in_checkpoint)
-    tangent = functools.partial(_tangent, axes)
-    # Outside of a checkpoint we need one, to keep `y` as it is and not in float32. Inside, it would keep `y` twice.
-    return y, (tangent if in_checkpoint else jax.checkpoint(tangent, prevent_cse=False))(y, t)
+    y = low_softmax(x, axes, low)
+    return y, _tangent(axes, y, t)
 
 
 def _tangent(axes: tuple[int, ...], y: Any, t: Any) -> Any:

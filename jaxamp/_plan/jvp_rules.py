@@ -1,7 +1,6 @@
 """Functions with a forward derivative rule, for `rewrites.py`."""
 
 import functools
-import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,13 +8,12 @@ import jax
 import jax.extend.core as jec
 from jax.custom_derivatives import SymbolicZero
 
-from .._compat import inside_hi, open_jaxpr, without_dead_code
+from .._compat import open_jaxpr, without_dead_code
 from .._structure import Structure, mark_lasting, structure_of
 from .._traits import traits_of
 
 _REMEMBERED = 1024  # functions
 _FOUND: dict[Hashable, Callable[[Any], list[Any]] | None] = {}
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 class Pushed(NamedTuple):
@@ -54,20 +52,6 @@ def with_jvp(
 def is_remembered(eqn: Any) -> bool:
     """Whether `remembered_jvp` is for this equation."""
     return traits_of(eqn.primitive).own_jvp and len(eqn.invars) == 1
-
-
-def library_key(eqn: Any) -> Hashable | None:
-    """What tells one of JAX's own functions with a rule from all others; None for any other function.
-
-    JAX's are made once, so file, line and body say which one it is, and which rule it has.
-    """
-    inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    jaxpr = inside.jaxpr if inside else eqn.params["call_jaxpr"]
-    info = open_jaxpr(jaxpr).debug_info
-    body = structure_of(jaxpr)
-    if body is None or info.func_filename is None or not info.func_filename.startswith(_JAX):
-        return None
-    return info.func_filename, info.func_lineno, body
 
 
 def remembered_jvp(

@@ -188,17 +188,6 @@ class Environment(Protocol):
 class Runner(Protocol):
     """The interpreter, as a region sees it."""
 
-    @property
-    def in_checkpoint(self) -> bool:
-        """Whether a checkpoint around decides what is kept for the backward pass."""
-
-    @property
-    def in_recomputation(self) -> bool:
-        """Whether a region around computes all of this again in the backward pass."""
-
-    def recomputing(self) -> "Runner":
-        """A runner for the inside of such a region."""
-
     def run_parts(self, plan: Plan, parts: Sequence[Part], env: Environment) -> None:
         """Run parts of a plan one after the other."""
 

@@ -31,9 +31,11 @@ from .._compat import (
 )
 from .._formats import cast
 from .._jaxpr import along, bind
+from .._structure import library_key
 from .bodies import with_bodies
-from .jvp_rules import Pushed, is_remembered, library_key, remembered_jvp, with_jvp
-from .residuals import Keep, has_work, keeping_little, may_keep_little
+from .checkpoints import keeping_little
+from .jvp_rules import Pushed, is_remembered, remembered_jvp, with_jvp
+from .residuals import Keep, has_work, may_keep_little
 from .sensitivity import LOW, PROTECTED, Value
 
 
@@ -52,9 +54,6 @@ class Rewriter(Protocol):
 
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()) -> Any:
         """Plan a jaxpr that came up while running. `magnified`: which results a decomposition or a solve reads."""
-
-    def within_checkpoint(self) -> "Rewriter":
-        """A rewriter for the inside of a checkpoint."""
 
     def fresh(self) -> "Rewriter":
         """A rewriter without this one's memory, for functions that outlive the trace."""
@@ -84,14 +83,14 @@ def rewrite_scan(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -
     outs = [step.outs[r] for r in body.results]
     if not plan.touched or rewriter.keep == "all" or not (has_work(plan.jaxpr) and may_keep_little(plan.jaxpr)):
         return bind(eqn, operands, **{body.param: rewriter.trace(plan, outs)})
-    jaxpr = rewriter.within_checkpoint().trace(plan, outs)
+    jaxpr = rewriter.trace(plan, outs)
     run = keeping_little(jec.jaxpr_as_fun(jaxpr), in_loop=True)
     return bind(eqn, operands, **{body.param: jax.make_jaxpr(run)(*(v.aval for v in open_jaxpr(jaxpr).invars))})
 
 
 def rewrite_checkpoint(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """`jax.checkpoint` would forget that an equation has been differentiated, and with it the barrier."""
-    jaxpr, consts = without_consts(rewriter.within_checkpoint().trace(step.bodies[0], step.outs))
+    jaxpr, consts = without_consts(rewriter.trace(step.bodies[0], step.outs))
     changed: dict[str, Any] = {"jaxpr": jaxpr}
     if consts and isinstance(eqn.params["prevent_cse"], tuple):
         changed["prevent_cse"] = (False,) * len(consts) + eqn.params["prevent_cse"]
@@ -248,7 +247,7 @@ def rewrite_hi(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> 
         return rewrite_custom_vjp(rewriter, eqn, step, operands)
     if inside.kind == "name":
         return bind(eqn, operands, _prim=with_hi_name(hi, jax.typeof(operands[0])))
-    jaxpr, consts = without_consts(rewriter.within_checkpoint().trace(step.bodies[0], step.outs))
+    jaxpr, consts = without_consts(rewriter.trace(step.bodies[0], step.outs))
     return bind(eqn, [*consts, *operands], _prim=with_hi_checkpoint(hi, jaxpr, len(consts)))
 
 

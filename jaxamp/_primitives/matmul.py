@@ -93,6 +93,14 @@ def _define(base: Primitive) -> Primitive:
         x, w = (_low(_low(a, compute_dtype), out) for a in (x, w))
         return base.bind(x, w, *rest, **params)
 
+    def lower_on_gpu(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
+        """cuDNN has no low x low -> float32 convolutions: XLA would run them in float32."""
+        if any(mixing.exact):
+            return _exact(base, operands, params, compute_dtype, mixing)
+        (x, w), out = operands, params["preferred_element_type"]
+        low = {**params, "preferred_element_type": compute_dtype}
+        return _low(base.bind(_low(x, compute_dtype), _low(w, compute_dtype), **low), out)
+
     def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))
         return base.abstract_eval(x, w, *rest, **params)[0]
@@ -103,6 +111,9 @@ def _define(base: Primitive) -> Primitive:
     own.def_impl(functools.partial(xla.apply_primitive, own))
     mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
     mlir.register_lowering(own, mlir.lower_fun(lower_on_cpu, multiple_results=False), platform="cpu")
+    if base is lax.conv_general_dilated_p:
+        for platform in ("cuda", "rocm"):
+            mlir.register_lowering(own, mlir.lower_fun(lower_on_gpu, multiple_results=False), platform=platform)
     ad.primitive_jvps[own] = functools.partial(_jvp, base)
     ad.primitive_transposes[own] = functools.partial(_transpose, base)
     batching.fancy_primitive_batchers[own] = functools.partial(_batch, base)

@@ -40,6 +40,7 @@ _TABLE: dict[str, str] = {
     """,
     "returns_indices": "argmax argmin top_k approx_top_k",
     "makes_positions": "iota",
+    "draws": "random_bits random_gamma rng_bit_generator rng_uniform threefry2x32",
     "pairwise": "optimization_barrier sort psum psum_invariant pmax pmin device_put all_gather reduce_scatter",
     "writes_buffer": "dynamic_update_slice scatter",
     "matmul": "dot_general conv_general_dilated ragged_dot_general",
@@ -69,6 +70,7 @@ _TABLE: dict[str, str] = {
     "own_jvp": "custom_jvp_call",
     "own_vjp": "custom_vjp_call",
     "checkpoints": "remat2",
+    "transparent": "cond jit scan shard_map",
     "cheap": "concatenate iota pad rev slice split transpose",
 }
 

@@ -21,6 +21,7 @@ class Traits:
     keeps_range: bool = False  # a position, or a number beyond the compute dtype's range, comes out as one
     returns_indices: bool = False  # integers among the results are places, not values of the operands
     makes_positions: bool = False  # its floats count places
+    draws: bool = False  # random bits
     pairwise: bool = False  # result i comes from operand i alone
     writes_buffer: bool = False  # the first operand is a buffer that the others are written into
 
@@ -43,6 +44,7 @@ class Traits:
     own_jvp: bool = False  # a user's rule says what the forward derivative of its body is
     own_vjp: bool = False  # or the backward derivative
     checkpoints: bool = False  # a user decides here what is kept for the backward pass
+    transparent: bool = False  # JAX differentiates its bodies, and keeps what their operations need
 
     # -- transforms
     jet: Callable[..., Any] | None = None  # its rule for `jax.experimental.jet`, as `_compat.jet_knows` takes it
@@ -64,7 +66,7 @@ class Traits:
     def with_implied(self) -> "Traits":
         """These traits, with those that follow from them."""
         elementwise = self.elementwise or self.nonlinear
-        cheap = self.cheap or elementwise or self.reduces
+        cheap = self.cheap or elementwise or self.reduces or self.compares
         return dataclasses.replace(
             self,
             elementwise=elementwise,

@@ -14,20 +14,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _passes
-from .._compat import EARLY_INLINE, is_transformed, open_jaxpr, under_jit
+from .._compat import EARLY_INLINE, Jaxpr, is_transformed, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
-from .._jaxpr import make_room
+from .._jaxpr import evaluate, make_room
 from .._plan.classify import Classifier
 from .._plan.plan import Plan, Setting
 from .._plan.planner import Planner, Want
-from .._plan.residuals import Keep, keeping_little, may_keep_little
+from .._plan.residuals import Keep
 from .._plan.sensitivity import Value, sensitivity_of_argument
 from .._traits import teach_jet
 from .call import Call, Result, split_call
-from .interpreter import Interpreter, Where
+from .interpreter import Interpreter
 from .ledger import Ledger
 from .options import Options, PolicyLike, check_function, check_options
-from .pieces import run_in_pieces
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +38,7 @@ class Planned(NamedTuple):
 
     plan: Plan
     planner: Planner
+    passes: Sequence[Callable[[Jaxpr, Setting], Jaxpr]]  # of the program that running the plan gives
     result: Result
 
 
@@ -63,22 +63,22 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
     ins = [Value(sensitivity_of_argument(aval), formats.of_aval(aval), given=True) for aval in avals]
     outs = len(open_jaxpr(jaxpr).outvars)
     plan = planner.plan(jaxpr, ins, [Want.LAST] * outs, call.path, returned=[True] * outs)
-    return Planned(plan, planner, results[-1])
+    return Planned(plan, planner, options.enabled(_passes.PROGRAM_PASSES), results[-1])
 
 
 def run_plan(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> list[Any]:
     """Run a planned call. Its results have the dtypes, and the weak types, that the user's function gives them."""
-    plan, keep = planned.plan, planned.plan.setting.keep
-    whole = keep == "matmuls" and may_keep_little(plan.jaxpr)
-    where = Where.IN_CHECKPOINT if whole or keep == "all" else Where.OUTSIDE
+    plan = planned.plan
     transformed = ledger is None and any(map(is_transformed, arrays))
-    interpreter = Interpreter(planned.planner, where, ledger=ledger, is_transformed=transformed)
+    interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(plan, arrays)
 
-    fun = keeping_little(run) if whole else run
-    outs = run_in_pieces(fun, arrays) if transformed else fun(*arrays)
+    program = jax.make_jaxpr(run)(*arrays)
+    for rewrite in planned.passes if plan.touched else ():
+        program = rewrite(program, plan.setting)
+    outs = evaluate(program, arrays)
     return [_restore(x, v.aval) for x, v in zip(outs, open_jaxpr(plan.jaxpr).outvars, strict=True)]
 
 
@@ -137,13 +137,11 @@ def amp(
         compute_dtype: The low precision dtype, `float16` or `bfloat16`; `float32` leaves the function as it is.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `torch`), or the path of a TOML table.
-        keep: What is kept for the backward pass. `"auto"`: in scans over layers the results of matmuls; elsewhere what
-            JAX keeps, without the float32 values that the work between two matmuls would keep.
-            `"matmuls"`: the results of matmuls everywhere, for less memory and more time. `"all"`: what JAX keeps.
-            A scan with a `jax.checkpoint` or side effects in it is treated like code outside of scans. With
-            `"matmuls"`, the same holds for a whole function that has one.
+        keep: What is kept for the backward pass. `"auto"`: the results of matmuls, and what goes from one layer to the
+            next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
+            `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
-            `fold_transposes`, `order_results`, `low_softmaxes`, `recompute`, `share_cotangents`.
+            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `share_cotangents`, `recompute`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.

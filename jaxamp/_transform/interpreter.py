@@ -2,11 +2,10 @@
 
 The law it keeps: equations run in the order in which they were written, each once, under the user's source line, name
 stack and equation context; one cast is made per value and dtype. It knows steps and regions: a region (`_passes`) runs
-several steps as it likes, and may ask where it runs: inside of a checkpoint, or of work that is computed again.
+several steps as it likes.
 """
 
 import contextlib
-import enum
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -31,28 +30,18 @@ from .ledger import Ledger
 _TRACED: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
 
 
-class Where(enum.Enum):
-    """Where equations run. Only the outermost checkpoint decides what is kept for the backward pass."""
-
-    OUTSIDE = "outside of any checkpoint"
-    IN_CHECKPOINT = "in a checkpoint of ours or of the user"
-    IN_RECOMPUTATION = "in a region that is computed again"
-
-
 class Interpreter:
     """Runs plans: the runner that regions are given, and the rewriter that higher-order rules are given."""
 
     def __init__(
         self,
         planner: Planner,
-        where: Where,
         traced: Memo | None = None,
         ledger: Ledger | None = None,
         is_transformed: bool = False,
     ):
         self.is_transformed = is_transformed
         self._planner = planner
-        self._where = where
         self._ledger = ledger
         self._traced = Memo() if traced is None else traced
 
@@ -114,20 +103,6 @@ class Interpreter:
         with user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
             yield
 
-    # -- what regions ask for
-
-    @property
-    def in_checkpoint(self) -> bool:
-        return self._where is not Where.OUTSIDE
-
-    @property
-    def in_recomputation(self) -> bool:
-        return self._where is Where.IN_RECOMPUTATION
-
-    def recomputing(self) -> "Interpreter":
-        """An interpreter for the inside of a region that is computed again."""
-        return self._at(Where.IN_RECOMPUTATION)
-
     # -- what higher-order rules ask for
 
     @property
@@ -141,13 +116,13 @@ class Interpreter:
             formats.of_aval(v.aval) for v in open_jaxpr(plan.jaxpr).outvars
         ]:
             return plan.jaxpr if self._ledger is None else self._ledger.jaxpr_of(plan)
-        return self._traced.get(plan, (tuple(outs), self._where), lambda: self._find_or_trace(plan, outs))
+        return self._traced.get(plan, tuple(outs), lambda: self._find_or_trace(plan, outs))
 
     def _find_or_trace(self, plan: Plan, outs: Sequence[Value]) -> Jaxpr:
         """Also from an earlier trace: JAX gives a jitted function such as `jax.nn.relu` one jaxpr for all its calls."""
         if self._ledger is not None or consts_of(plan.jaxpr) or open_jaxpr(plan.jaxpr).effects:
             return self._trace(plan, outs)
-        asked = plan.ins, plan.wanted, plan.path, plan.returned, plan.magnified, tuple(outs), self._where
+        asked = plan.ins, plan.wanted, plan.path, plan.returned, plan.magnified, tuple(outs)
         key = asked, self.identity
         found = _TRACED.setdefault(plan.jaxpr, {})
         if key not in found:
@@ -181,11 +156,4 @@ class Interpreter:
 
     def fresh(self) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh(), Where.IN_CHECKPOINT, ledger=self._ledger)
-
-    def within_checkpoint(self) -> "Interpreter":
-        """An interpreter for the inside of a checkpoint."""
-        return self if self.in_checkpoint else self._at(Where.IN_CHECKPOINT)
-
-    def _at(self, where: Where) -> "Interpreter":
-        return Interpreter(self._planner, where, self._traced, self._ledger, self.is_transformed)
+        return Interpreter(self._planner.fresh(), ledger=self._ledger)

@@ -53,7 +53,7 @@ def check_options(
 
 def pass_names() -> list[str]:
     """The names of all passes, in the order in which they run."""
-    return [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES)]
+    return [run.__name__ for run in (*_passes.JAXPR_PASSES, *_passes.PLAN_PASSES, *_passes.PROGRAM_PASSES)]
 
 
 def _check_passes(names: Any) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ def test_mapped_attention_makes_its_mask_for_all_examples():
     assert repeated_masks(jax.make_jaxpr(loss)(q)) == [SCORES[1:], SCORES]
     jaxpr = jax.make_jaxpr(jax.grad(AMP(loss)))(q)
     assert repeated_masks(jaxpr) == []
-    assert whole_masks(jaxpr) == [SCORES]
+    assert set(whole_masks(jaxpr)) == {SCORES}
     found = jax.grad(AMP(loss))(q)
     with jax.enable_x64(True):
         expected = np.asarray(jax.grad(loss)(jnp.asarray(np.asarray(q, np.float64))))

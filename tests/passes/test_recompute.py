@@ -1,8 +1,7 @@
-"""What is kept for the backward pass outside of loops: regions that are computed again, and the `keep` keyword."""
+"""What is kept for the backward pass outside of loops: sections, and the `keep` keyword."""
 
 import contextlib
 import math
-from typing import NamedTuple
 
 import jax
 import jax.export
@@ -12,18 +11,16 @@ import optax
 import pytest
 from helpers import assert_near, both, count, equations, in_float64, kept, matmul_dtypes, normal
 from jax import lax
-from plans import plan_of
 from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
 
 import jaxamp
-from jaxamp._passes.recompute import recompute
 
 
 def hand_written_gelu(x):
     return 0.5 * x * (1.0 + jnp.tanh(0.7978845608 * (x + 0.044715 * x**3)))
 
 
-# -- islands
+# -- sections
 
 
 @both
@@ -37,15 +34,13 @@ def test_an_activation_between_matmuls_keeps_nothing_in_float32(low, act):
     assert_near(jax.jit(jax.grad(amp))(PARAMS, X), in_float64(jax.grad(fn), PARAMS, X), 2e-2)
 
 
-def test_an_island_takes_its_bias_and_gives_back_what_the_matmul_reads():
-    jaxpr = jax.make_jaxpr(jax.grad(jaxamp.amp(mlp, compute_dtype=jnp.bfloat16)))(PARAMS, X)
-    (island,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"]
-    large = [v.aval for v in (*island.invars, *island.outvars) if v.aval.shape == (ROWS, 2 * WIDTH)]
-    assert {aval.dtype.name for aval in large} == {"bfloat16"}  # the operand, its cotangent and the one that comes in
-    assert len(large) == 3
+def sections_of(jaxpr) -> list[set[str]]:
+    """The names of the primitives in each section."""
+    found = (eqn.params["jaxpr"] for eqn in equations(jaxpr) if eqn.primitive.name == "remat2")
+    return [{eqn.primitive.name for eqn in equations(body)} for body in found]
 
 
-def test_no_matmul_and_no_random_draw_is_in_an_island():
+def test_no_matmul_and_no_random_draw_is_computed_again():
     def fn(params, x, key):
         h = jax.nn.gelu(x @ params["up"] + params["bias"])
         h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h / 0.5, 0.0)
@@ -55,30 +50,73 @@ def test_no_matmul_and_no_random_draw_is_in_an_island():
     forward, whole = (jax.make_jaxpr(f)(PARAMS, X, jax.random.key(0)) for f in (amp, jax.grad(amp)))
     assert count("random_bits", whole) == count("random_bits", forward) == 1
     assert len(matmul_dtypes(whole)) == 2 + 3  # two forward, two for `down`, one for `up`
-    for eqn in equations(whole):
-        if eqn.primitive.name == "remat2":
-            assert count("random_bits", eqn.params["jaxpr"]) == 0
-            assert matmul_dtypes(eqn.params["jaxpr"]) == []
 
 
-def test_work_on_wide_operands_is_no_island():
-    def fn(params, x):  # a residual in float32: to keep it would cost what the island spares
-        h = jnp.sin(x) + x @ params["up"] @ params["down"]
-        return jnp.sum(jnp.tanh(h**3) @ params["up"])
-
-    assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
-
-
-def test_linear_work_and_low_work_are_no_islands():
+def test_linear_work_has_nothing_to_compute_again():
     def fn(params, x):
         return jnp.sum((-(x @ params["up"]) * 2.0 + params["bias"]) @ params["down"])
 
     assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
-    relu = jaxamp.amp(lambda p, x: mlp(p, x, jax.nn.relu), compute_dtype=jnp.bfloat16)
-    assert count("remat2", jax.make_jaxpr(relu)(PARAMS, X)) == 0
 
 
-def test_a_constant_made_in_an_island_can_be_read_outside():
+def test_nor_has_a_program_without_low_values():
+    fn = lambda params, x: jnp.sum(jnp.tanh(x**3) * params["up"][0, 0])
+    assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
+
+
+@pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.relu6, lambda x: jnp.where(x > 0, x, 0.1 * x), jnp.abs])
+def test_a_comparison_is_made_again_from_the_result_of_the_matmul(act):
+    amp = jaxamp.amp(lambda params, x: mlp(params, x, act), compute_dtype=jnp.bfloat16)
+    assert kept(amp, PARAMS, X) == [((ROWS, 2 * WIDTH), "bfloat16")]
+
+
+def residual(params, x):
+    x = jnp.tanh(x @ params["up"]) @ params["down"]
+    for _ in range(3):
+        x = x + jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
+    return jnp.sum(x**2)
+
+
+def test_a_program_is_cut_where_the_fewest_bytes_are_alive():
+    jaxpr = jax.make_jaxpr(jaxamp.amp(residual, compute_dtype=jnp.bfloat16))(PARAMS, X)
+    calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    assert [eqn.params["name"] for eqn in calls] == ["section"] * 4
+    assert all([v.aval.shape for v in call.outvars] == [X.shape] for call in calls[:3])
+    assert calls[1].params["jaxpr"] is calls[2].params["jaxpr"]  # JAX differentiates it once
+    whole = jaxamp.amp(residual, compute_dtype=jnp.bfloat16, keep="matmuls")
+    assert len(sections_of(jax.make_jaxpr(whole)(PARAMS, X))) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.jit,
+        lambda fn: lambda p, x: lax.cond(x[0, 0] > 9, lambda p, x: 0.0, fn, p, x),
+        lambda fn: lambda p, x: lax.scan(lambda c, _: (c + jax.checkpoint(jnp.sin)(c) + fn(p, x), 0), 0.0, length=2)[0],
+    ],
+)
+def test_functions_inside_have_sections_too(wrap):
+    amp = jaxamp.amp(wrap(residual), compute_dtype=jnp.bfloat16)
+    assert sum("tanh" in names for names in sections_of(jax.make_jaxpr(amp)(PARAMS, X))) == 4
+    bare = jaxamp.bytes_kept(residual, compute_dtype=jnp.bfloat16)(PARAMS, X)
+    wrapped = jaxamp.bytes_kept(wrap(residual), compute_dtype=jnp.bfloat16)(PARAMS, X)
+    assert wrapped.after / wrapped.before < 2 * bare.after / bare.before
+
+
+def test_complex_values_are_in_no_section():
+    def fn(params, x):
+        h = jnp.fft.rfft(jnp.tanh(x @ params["up"]))
+        return jnp.sum(jnp.abs(h) ** 2) + jnp.sum(jnp.tanh(h.real[:, :WIDTH] @ params["up"]))
+
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+    assert not any("fft" in names for names in sections_of(jax.make_jaxpr(amp)(PARAMS, X)))
+    looped = lambda params, x: lax.scan(lambda c, _: (c + fn(params, x), None), 0.0, length=2)[0]
+    for f in (fn, looped):
+        found = jax.jit(jax.grad(jaxamp.amp(f, compute_dtype=jnp.bfloat16)))(PARAMS, X)
+        assert_near(found["up"], in_float64(jax.grad(f), PARAMS, X)["up"], 2e-2)
+
+
+def test_a_constant_made_in_a_section_can_be_read_outside():
     def fn(params, x):
         h = x @ params["up"]
         ones = jnp.full(h.shape, 1.5)
@@ -91,7 +129,7 @@ def test_a_constant_made_in_an_island_can_be_read_outside():
     assert_near(found, expected, 2e-2)
 
 
-def test_what_comes_out_of_an_island_may_be_read_in_two_dtypes():
+def test_what_comes_out_of_a_section_may_be_read_in_two_dtypes():
     def fn(params, x):
         h = hand_written_gelu(x @ params["up"])
         return jnp.sum(h @ params["down"]) + jnp.sum(jnp.exp(-h)), h
@@ -105,7 +143,7 @@ def test_what_comes_out_of_an_island_may_be_read_in_two_dtypes():
     assert_near([found["up"], found["down"]], [expected["up"], expected["down"]], 2e-2)
 
 
-def test_transforms_go_through_an_island():
+def test_transforms_go_through_a_section():
     amp = jaxamp.amp(mlp, compute_dtype=jnp.bfloat16)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), (PARAMS, X))
@@ -126,7 +164,7 @@ def rounded_cotangents(fn, *args) -> list[str]:
 
 @both
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint, lambda fn: jax.vmap(fn, (None, None, 0))])
-def test_a_bias_in_an_island_shares_the_cotangent_that_the_matmul_reads_if_that_is_differentiated(low, wrap):
+def test_a_bias_in_a_section_shares_the_cotangent_that_the_matmul_reads_if_that_is_differentiated(low, wrap):
     def fn(w, bias, x):
         return jnp.sum(jnp.square(x @ w + bias))
 
@@ -146,7 +184,7 @@ def test_a_bias_in_an_island_shares_the_cotangent_that_the_matmul_reads_if_that_
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_bias_in_an_island_keeps_the_range_of_float32(pinned):
+def test_a_bias_in_a_section_keeps_the_range_of_float32(pinned):
     def fn(bias, x, scale):
         h = x @ PARAMS["up"]
         with jaxamp.amp_stop() if pinned else contextlib.nullcontext():
@@ -181,8 +219,8 @@ def test_keep_matmuls_keeps_results_of_matmuls_of_the_whole_function():
     sizes = {k: jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep=k)(PARAMS, X) for k in ("auto", "all")}
     least = jaxamp.bytes_kept(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")(PARAMS, X)
     assert least.before == sizes["auto"].before == sizes["all"].before
-    assert least.after < 0.75 * sizes["auto"].after
-    assert sizes["auto"].after < 0.7 * sizes["all"].after
+    assert least.after < sizes["auto"].after
+    assert sizes["auto"].after < 0.5 * sizes["all"].after
     amp = jaxamp.amp(two_layers, compute_dtype=jnp.bfloat16, keep="matmuls")
     float32 = [shape for shape, dtype in kept(amp, PARAMS, X) if dtype == "float32"]
     assert max(map(math.prod, float32)) <= len(X)  # sums over tokens
@@ -210,7 +248,7 @@ def test_nothing_is_added_to_a_checkpoint_of_the_user(keep):
     assert count("remat2", jaxpr) == 2
 
 
-def test_a_checkpoint_or_an_effect_elsewhere_leaves_the_islands():
+def test_a_checkpoint_or_an_effect_elsewhere_leaves_the_sections():
     def with_checkpoint(params, x):
         return two_layers(params, x) + jax.checkpoint(jnp.tanh)(x[0, 0])
 
@@ -246,40 +284,6 @@ def test_a_wrong_word_for_keep_is_refused_where_it_is_given():
     for word in ("little", None, np.array(["auto", "all"])):
         with pytest.raises(ValueError, match=r"expected one of 'auto', 'matmuls', 'all'. Write keep="):
             jaxamp.amp(mlp, keep=word)
-
-
-# -- plans
-
-
-def gelu_between_matmuls(w, x):
-    return hand_written_gelu(x @ w) @ w.T
-
-
-def test_a_plan_with_work_to_compute_again():
-    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X)
-    (region,) = [part for part in recompute(plan).parts if not isinstance(part, int)]
-    matmuls = [i for i, eqn in enumerate(plan.eqns) if eqn.primitive is lax.dot_general_p]
-    assert matmuls[0] < region.parts[0]
-    assert region.parts[-1] < matmuls[1]
-    assert [v.aval.shape for v in region.ins] == [(ROWS, 2 * WIDTH)]
-    assert [f.name for f in region.formats] == ["bfloat16"]  # as the matmul reads it
-    assert recompute(plan).steps is plan.steps
-
-
-@pytest.mark.parametrize("options", [{"keep": "all"}, {"compute_dtype": jnp.float32}])
-def test_plans_that_are_left_as_they_are(options):
-    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X, **options)
-    assert recompute(plan) is plan
-
-
-def test_a_region_of_another_pass_ends_a_run():
-    class Other(NamedTuple):
-        parts: tuple
-
-    plan = plan_of(gelu_between_matmuls, PARAMS["up"], X)
-    tanh = [eqn.primitive.name for eqn in plan.eqns].index("tanh")
-    found = recompute(plan.with_regions([Other((tanh,))]))
-    assert all(tanh not in part.parts for part in found.parts if not isinstance(part, int | Other))
 
 
 # -- what lies between element-wise work: random draws, gathers, labels

@@ -141,17 +141,17 @@ def test_a_scan_that_amp_does_not_change_has_no_checkpoint():
     assert checkpoints(jax.make_jaxpr(jaxamp.amp(loss, compute_dtype=jnp.bfloat16, amp_policy=policy))(WEIGHTS, X)) == 1
 
 
-def test_a_body_with_effects_is_no_checkpoint_and_has_islands():
+def test_a_body_with_effects_is_no_checkpoint_and_has_sections():
     def told(x, p):
         jax.debug.callback(lambda _: None, x.sum())
         return layer(x, p)
 
     amp = jaxamp.amp(lambda w, x: loss(w, x, told), compute_dtype=jnp.bfloat16)
     jaxpr = jax.make_jaxpr(amp)(WEIGHTS, X)
-    (island,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"]
-    inside = [eqn.primitive.name for eqn in equations(island.params["jaxpr"])]
+    sections = [eqn.params["jaxpr"] for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"]
+    inside = {eqn.primitive.name for section in sections for eqn in equations(section)}
     assert "tanh" in inside  # the gelu
-    assert not {"dot_general", "mixed_dot_general", "debug_callback"} & set(inside)
+    assert "debug_callback" not in inside
     jax.jit(jax.grad(amp))(WEIGHTS, X)
 
 

@@ -6,12 +6,15 @@ import pytest
 from helpers import AMP, in_float64, near, normal
 from jax import export
 
+import jaxamp
+
 X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
 
 
 def lowered(x, platform: str) -> str:
     """The gradient of a bias after a matmul: the result of that and the cotangent of the bias have layouts."""
-    fn = jax.jit(jax.grad(AMP(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)), (0, 1)))
+    amp = jaxamp.amp(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w), compute_dtype=jnp.bfloat16, keep="all")
+    fn = jax.jit(jax.grad(amp, (0, 1)))
     return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -1,0 +1,122 @@
+"""Hold values low that are read low and in float32, where that adds little error.
+
+The sum of a skip connection is read by a convolution, low, and by the next sum, in float32. It would be written in both
+dtypes, and kept for the backward pass in float32. If all that is added in it comes from low matmuls, it has the error
+of a rounding already, and one more rounding costs little. A sum with something exact is not touched.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax.extend.core as jec
+
+from .._compat import Literal, Var, open_jaxpr
+from .._formats import float_dtype
+from .._plan.classify import Mode
+from .._plan.plan import Plan, Reader, Step
+from .._traits import traits_of
+from .._traits.matmul_cost import size_of
+
+
+def hold_streams_low(plan: Plan) -> Plan:
+    """Let results that are read in both dtypes, and sums that several operations read, be held low."""
+    if not plan.touched:
+        return plan
+    rounded = _rounded(plan)
+    wide = [i for i in plan.parts if isinstance(i, int) and _is_wide(plan, i) and plan.eqns[i].outvars[0] in rounded]
+    if not wide:
+        return plan
+    readers, magnified = plan.readers(), _magnified(plan)
+    changed = {}
+    for i in wide:
+        (var, value), step = plan.values_of(i)[0], plan.steps[i]
+        found = readers.get(var, [])
+        if var not in magnified and _may_round(plan, found) and (_is_read_low(found) or _is_shared_sum(plan, i, found)):
+            changed[i] = step._replace(outs=(value._replace(format=plan.setting.formats.low),), touched=True)
+    return plan.with_steps(changed)
+
+
+def _is_wide(plan: Plan, i: int) -> bool:
+    """Whether a step has one result, which may be held low and is not."""
+    eqn, step = plan.eqns[i], plan.steps[i]
+    if len(eqn.outvars) != 1 or step.mode in (Mode.RULE, Mode.CONSTANT) or step.is_pinned:
+        return False
+    return (
+        step.outs[0].format is not None and not step.outs[0].is_low and plan.setting.formats.may_lower(eqn.outvars[0])
+    )
+
+
+def _may_round(plan: Plan, readers: list[Reader]) -> bool:
+    """Whether no reader asks for float32: neither the user, who gets it as a result or has pinned an operation."""
+    last = len(plan.eqns)
+    return all(r.place < last and (not plan.steps[r.place].is_pinned or _is_low(r)) for r in readers)
+
+
+def _is_low(reader: Reader) -> bool:
+    return reader.format is not None and reader.format.low
+
+
+def _is_read_low(readers: list[Reader]) -> bool:
+    return any(map(_is_low, readers)) and not all(map(_is_low, readers))
+
+
+def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
+    """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
+    eqn, step = plan.eqns[i], plan.steps[i]
+    added = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
+    several = len({reader.place for reader in readers}) > 1 and len(added) > 1
+    return traits_of(eqn.primitive).sum and step.mode is Mode.FOLLOW and several and not plan.setting.formats.is_narrow
+
+
+def _is_large(atom: Any, out: Var) -> bool:
+    return not isinstance(atom, Literal) and size_of(atom.aval) == size_of(out.aval) > 1
+
+
+# -- what has the error of a rounding
+
+
+def _rounded(plan: Plan) -> set[Var]:
+    """The variables whose error is that of a low value of their size, or more."""
+    rounded = {v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low}
+    repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
+    for eqn, step in zip(plan.eqns, plan.steps, strict=True):
+        own = [
+            v
+            for v in eqn.invars
+            if any(_is_large(v, out) for out in eqn.outvars) and float_dtype(v.aval) is not None and v not in repeated
+        ]
+        traits = traits_of(eqn.primitive)
+        if any(value.is_low for value in step.outs) or (traits.matmul and step.mode is Mode.LOW):
+            rounded.update(eqn.outvars)
+        elif not _is_local(eqn, step):
+            continue
+        elif not own:
+            repeated.update(eqn.outvars)
+        elif any(v in rounded for v in own) if traits.product else all(v in rounded for v in own):
+            rounded.update(eqn.outvars)
+    return rounded
+
+
+def _is_local(eqn: Any, step: Step) -> bool:
+    """Whether each entry of the result is made of one entry of each operand."""
+    if step.mode is Mode.ENTER:
+        return bool(step.bodies) and all(map(_is_local, step.bodies[0].eqns, step.bodies[0].steps))
+    traits = traits_of(eqn.primitive)
+    return traits.elementwise or traits.compares or traits.keeps_all_entries
+
+
+def _magnified(plan: Plan) -> Collection[Var]:
+    """What a decomposition or a solve reads, through anything that is not a matmul."""
+    body = open_jaxpr(plan.jaxpr)
+    results = zip(body.outvars, plan.magnified, strict=True) if plan.magnified else ()
+    found = {v for v, is_magnified in results if is_magnified and not isinstance(v, Literal)}
+    for eqn in reversed(body.eqns):
+        passes_on = not traits_of(eqn.primitive).matrix_unit and any(v in found for v in eqn.outvars)
+        if passes_on or _decomposes(eqn):
+            found.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return found
+
+
+def _decomposes(eqn: Any) -> bool:
+    bodies = jec.jaxprs_in_params(eqn.params)
+    return traits_of(eqn.primitive).magnifies or any(_decomposes(e) for body in bodies for e in open_jaxpr(body).eqns)

@@ -1,0 +1,99 @@
+"""Values that are read low and in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_near, both, in_float64, kept, normal
+from jax import lax
+from plans import plan_of
+
+import jaxamp
+from jaxamp._passes.streams import hold_streams_low
+
+W, X = normal(0, 8, 8, scale=0.3), normal(1, 16, 8)
+FILTERS, IMAGE = normal(2, 3, 3, 4, 4, scale=0.2), normal(3, 4, 12, 12, 4)
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def batch_norm(x):
+    return (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+
+
+def residual_network(w, x):
+    """As in a ResNet: each sum is read by a convolution and by the next sum."""
+    x = jax.nn.relu(batch_norm(conv(x, w)))
+    for _ in range(2):
+        x = jax.nn.relu(batch_norm(conv(jax.nn.relu(batch_norm(conv(x, w))), w)) + x)
+    return jnp.sum(jnp.sin(x) ** 2)
+
+
+def before_activation(w, x):
+    """As in a ResNet of the second kind: sums of results of convolutions, read by norms and by the next sum."""
+    x = conv(x, w)
+    for _ in range(2):
+        x = x + conv(jax.nn.relu(batch_norm(x)), w)
+    return jnp.sum(jnp.sin(batch_norm(x)) ** 2)
+
+
+@pytest.mark.parametrize("net", [residual_network, before_activation])
+def test_skip_connections_are_kept_low(net):
+    amp = jaxamp.amp(net, compute_dtype=jnp.bfloat16)
+    large = [dtype for shape, dtype in kept(amp, FILTERS, IMAGE) if np.prod(shape) >= IMAGE.size]
+    assert large
+    assert set(large) == {"bfloat16"}
+
+
+def test_without_the_pass_they_are_not():
+    before = jaxamp.amp(residual_network, compute_dtype=jnp.bfloat16, disable_passes=["hold_streams_low"])
+    assert "float32" in [dtype for shape, dtype in kept(before, FILTERS, IMAGE) if np.prod(shape) >= IMAGE.size]
+
+
+@both
+@pytest.mark.parametrize("net", [residual_network, before_activation])
+def test_gradients_of_skip_connections_are_near_float64(low, net):
+    found = jax.jit(jax.grad(jaxamp.amp(net, compute_dtype=low)))(FILTERS, IMAGE)
+    assert_near(found, in_float64(jax.grad(net), FILTERS, IMAGE), 5e-2)
+
+
+def low_results(fn, *args) -> list[str]:
+    """The operations whose results the pass holds low."""
+    plan = plan_of(fn, *args)
+    after = hold_streams_low(plan)
+    changed = zip(plan.eqns, plan.steps, after.steps, strict=True)
+    return [eqn.primitive.name for eqn, old, new in changed if old is not new]
+
+
+def test_what_is_read_in_both_dtypes():
+    assert low_results(lambda w, x: (lambda h: jnp.exp(h @ w) + h)(norm(x @ w)), W, X) == ["mul"]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: norm(x @ w) @ w,  # read low alone
+        lambda w, x: jnp.exp(norm(x @ w)),  # read in float32 alone
+        lambda w, x: (lambda h: (h @ w, h))(norm(x @ w)),  # a result
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(norm(x)),  # nothing was rounded before
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.exp(x) + jnp.exp(x @ w)),  # something exact is added
+        lambda w, x: (lambda h: jnp.linalg.cholesky(h + 9 * jnp.eye(8)) + h @ w)(norm(w @ w.T)),  # a decomposition
+    ],
+)
+def test_what_stays_in_float32(fn):
+    assert low_results(fn, W, X) == []
+
+
+def test_what_the_user_pins_stays_in_float32():
+    def fn(w, x):
+        h = norm(x @ w)
+        with jaxamp.amp_stop():
+            return jnp.sin(h) + jnp.exp(h @ w)
+
+    assert low_results(fn, W, X) == []
