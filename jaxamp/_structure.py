@@ -13,7 +13,11 @@ from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
 from ._jaxpr import Memo
 from ._traits import traits_of
 
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+# The folders of functions that are made once, and that hold nothing of the user
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(file), folder, "")
+    for file, folder in ((jax.__file__, ""), (__file__, "_passes"), (__file__, "_primitives"))
+)
 
 
 class Structure:
@@ -40,14 +44,14 @@ def structure_of(jaxpr: Jaxpr) -> Structure | None:
 
 
 def library_key(eqn: Any) -> Hashable | None:
-    """What tells one of JAX's own functions with a `custom_jvp` rule from all others; None for any other function.
+    """What tells a function of JAX or of ours with a `custom_jvp` rule from all others; None for any other function.
 
-    JAX's are made once, so file, line and body say which one it is, and which rule it has.
+    These are made once, so file, line and body say which one it is, and which rule it has.
     """
     inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
     jaxpr = inside.jaxpr if inside else eqn.params["call_jaxpr"]
     info = open_jaxpr(jaxpr).debug_info
-    if info.func_filename is None or not info.func_filename.startswith(_JAX):
+    if info.func_filename is None or not info.func_filename.startswith(_LIBRARIES):
         return None
     body = structure_of(jaxpr)
     return None if body is None else (info.func_filename, info.func_lineno, body)

@@ -181,6 +181,17 @@ def test_layers_that_differ_only_in_the_names_of_their_scopes_are_equal_and_keep
     assert all(re.search(rf"layer{i}\b[^\"]*/sin", text) for i in range(6))
 
 
+@pytest.mark.parametrize("act", [jax.nn.softmax, jax.nn.relu, jax.nn.softplus, jax.nn.hard_silu, jax.nn.gelu])
+def test_layers_with_functions_of_jax_are_equal(act):
+    def net(w, x):
+        for _ in range(7):
+            x = x + jnp.exp(act(x @ jnp.concatenate([w, w], 1)) @ jnp.concatenate([w, w]))
+        return x.sum()
+
+    jax.make_jaxpr(jax.grad(AMP(net)))(W, W)
+    assert _remembered.cache_info().hits >= 2
+
+
 def test_layers_on_different_lines_keep_their_lines():
     def net(x):
         x = jnp.tanh(jnp.sin(x @ W))
