@@ -13,7 +13,8 @@ same program.
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,6 @@ from .._compat import (
     with_equations,
 )
 from .._formats import float_dtype
-from .._jaxpr import Memo
 from .._plan.bodies import with_bodies
 from .._plan.checkpoints import checkpoint_equation
 from .._plan.higher_order import describe
@@ -42,6 +42,8 @@ from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 
 _REMEMBERED = 1024  # sections
+# (jaxpr, how it is cut) -> with sections. An entry lives as long as the jaxpr: JAX remembers what it made of a body.
+_CUT: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
 
 
 def recompute(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -62,11 +64,13 @@ class _Cutter:
     def __init__(self, setting: Setting):
         self._low = setting.formats.compute_dtype
         self._whole = setting.keep == "matmuls"  # no cuts, only boundaries
-        self._known = Memo()
 
     def cut(self, jaxpr: Jaxpr) -> Jaxpr:
         """A jaxpr, open or closed, with sections."""
-        return self._known.get(jaxpr, None, lambda: self._cut(jaxpr))
+        found, key = _CUT.setdefault(jaxpr, {}), (self._low, self._whole, trace_context())
+        if key not in found:
+            found[key] = self._cut(jaxpr)
+        return found[key]
 
     def _cut(self, jaxpr: Jaxpr) -> Jaxpr:
         body = open_jaxpr(jaxpr)

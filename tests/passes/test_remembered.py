@@ -192,6 +192,18 @@ def test_layers_with_functions_of_jax_are_equal(act):
     assert _remembered.cache_info().hits >= 2
 
 
+def test_the_body_of_a_jitted_layer_is_the_same_object_in_the_next_trace():
+    layer = jax.jit(lambda w, x: x + jnp.tanh(jax.nn.gelu(x @ w) @ w))
+
+    def bodies():
+        jaxpr = jax.make_jaxpr(jax.grad(AMP(lambda w, x: layer(w, layer(w, x)).sum())))(W, W)
+        return jaxpr, {id(eqn.params["jaxpr"]) for eqn in equations(jaxpr) if eqn.primitive.name == "jit"}
+
+    (held, first), (_, second) = bodies(), bodies()
+    assert held
+    assert first == second
+
+
 def test_layers_on_different_lines_keep_their_lines():
     def net(x):
         x = jnp.tanh(jnp.sin(x @ W))
