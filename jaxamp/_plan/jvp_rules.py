@@ -97,6 +97,10 @@ def _function(body: Structure, rule: Structure, moved: tuple[int, ...], name: st
         return Pushed(list(made(*primals)), dict(zip(moved, found, strict=False)))
 
     made = with_jvp(jec.jaxpr_as_fun(body.jaxpr), push, name)
-    jitted = jax.jit(made)
-    mark_lasting(jitted.trace(*(v.aval for v in open_jaxpr(body.jaxpr).invars)).jaxpr)
-    return jitted
+    jitted, (operand,) = jax.jit(made), open_jaxpr(body.jaxpr).invars
+
+    def remembered(x: Any) -> list[Any]:
+        mark_lasting(jitted.trace(operand.aval).jaxpr)  # each time: `jax.clear_caches` makes JAX trace it again
+        return jitted(x)
+
+    return remembered
