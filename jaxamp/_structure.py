@@ -1,12 +1,15 @@
 """Jaxprs by what they say, so that what was made of one serves another that says the same."""
 
+import functools
 import os
+import sys
 import types
 import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.extend.core as jec
 import numpy as np
 
 from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
@@ -46,15 +49,37 @@ def structure_of(jaxpr: Jaxpr) -> Structure | None:
 def library_key(eqn: Any) -> Hashable | None:
     """What tells a function of JAX or of ours with a `custom_jvp` rule from all others; None for any other function.
 
-    These are made once, so file, line and body say which one it is, and which rule it has.
+    These are made once, so file, line and body say which one it is, and which rule it has. A user may give a function
+    of JAX another rule: then the rule has another file, or the function of this name in JAX has none, or is inside.
     """
-    inside = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    jaxpr = inside.jaxpr if inside else eqn.params["call_jaxpr"]
-    info = open_jaxpr(jaxpr).debug_info
-    if info.func_filename is None or not info.func_filename.startswith(_LIBRARIES):
+    if "jvp_jaxpr_fun" not in eqn.params:
+        return None
+    jaxpr = eqn.params["call_jaxpr"]
+    info, rule = open_jaxpr(jaxpr).debug_info, eqn.params["jvp_jaxpr_fun"].debug_info
+    if not all((each.func_filename or "").startswith(_LIBRARIES) for each in (info, rule)):
+        return None
+    if not _has_rule(info.func_filename, info.func_name) or _is_inside(info, jaxpr):
         return None
     body = structure_of(jaxpr)
     return None if body is None else (info.func_filename, info.func_lineno, body)
+
+
+@functools.cache
+def _has_rule(filename: str, name: str) -> bool:
+    """Whether the function of a name that a module defines has a `custom_jvp` rule."""
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) == filename]
+    return any(isinstance(getattr(module, name, None), jax.custom_jvp) for module in modules)
+
+
+def _is_inside(info: Any, jaxpr: Jaxpr) -> bool:
+    """Whether a function with a rule that is written in the same place is called in a jaxpr."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for body in jec.jaxprs_in_params(eqn.params):
+            inner = open_jaxpr(body).debug_info
+            same = (inner.func_filename, inner.func_lineno) == (info.func_filename, info.func_lineno)
+            if (same and traits_of(eqn.primitive).own_jvp) or _is_inside(info, body):
+                return True
+    return False
 
 
 class _NotPlainError(Exception):
@@ -101,17 +126,17 @@ def _params(eqn: Any, known: Memo) -> Hashable:
     traits, params = traits_of(eqn.primitive), eqn.params
     if traits.plain_params:
         return tuple(params.items())
-    inside = inside_hi(params["_prim"]) if "_prim" in params else None
-    if traits.own_jvp or (inside is not None and inside.kind == "custom_jvp"):
+    if traits.own_jvp:
         if (key := library_key(eqn)) is None:
             raise _NotPlainError
         return key
+    if traits.own_vjp:
+        raise _NotPlainError
     if "_prim" in params:
+        inside = inside_hi(params["_prim"])
         if inside is None or inside.kind != "checkpoint":
             raise _NotPlainError
         params = params["_prim"].params
-    elif traits.own_vjp:
-        raise _NotPlainError
     return tuple((name, _param(value, known)) for name, value in params.items())
 
 

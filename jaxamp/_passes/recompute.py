@@ -32,8 +32,9 @@ from .._compat import (
     with_equations,
 )
 from .._formats import float_dtype
+from .._jaxpr import Memo
 from .._plan.bodies import with_bodies
-from .._plan.checkpoints import checkpoint_equation
+from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._plan.residuals import is_work, makes_complex
@@ -60,10 +61,24 @@ class _Section(NamedTuple):
     inside: bool
 
 
+class _Inside(NamedTuple):
+    """What is inside of a body."""
+
+    has_boundary: bool
+    matmuls: int
+    has_low: bool
+
+
+def _bodies(eqn: Any) -> list[Jaxpr]:
+    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    return [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
+
+
 class _Cutter:
     def __init__(self, setting: Setting):
         self._low = setting.formats.compute_dtype
-        self._whole = setting.keep == "matmuls"  # no cuts, only boundaries
+        self._whole = setting.keep == "matmuls"  # no cuts, and loops in sections
+        self._known = Memo()
 
     def cut(self, jaxpr: Jaxpr) -> Jaxpr:
         """A jaxpr, open or closed, with sections."""
@@ -104,19 +119,44 @@ class _Cutter:
     def _is_boundary(self, eqn: Any) -> bool:
         """Whether it is not part of a section: it has effects, loops or a checkpoint, or sections of its own.
 
-        Or complex results, which `jax.checkpoint` can't keep (0.10 to 0.12).
+        Or a user's backward rule, which decides what it keeps, and may have effects. Or complex results, which
+        `jax.checkpoint` can't keep (0.10 to 0.12).
         """
-        if eqn.effects or makes_complex(eqn):
-            return True
         traits = traits_of(eqn.primitive)
+        if eqn.effects or makes_complex(eqn) or traits.own_vjp:
+            return True
         hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-        bodies = [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
-        has_rule = traits.own_jvp or traits.own_vjp or (hi is not None and hi.kind != "checkpoint")
-        if not (has_rule or traits.plain_call):
-            return bool(bodies)
-        inside = [e for body in bodies for e in open_jaxpr(body).eqns]
-        is_large = traits.plain_call and not self._whole and sum(map(_matmuls, inside)) > 1
-        return is_large or any(map(self._is_boundary, inside))
+        if hi is not None and hi.kind == "custom_vjp":
+            return True
+        is_checkpoint = traits.checkpoints or (hi is not None and hi.kind == "checkpoint")
+        inside = [self._inside(body) for body in _bodies(eqn)]
+        if self._whole:
+            return (is_checkpoint and not is_ours(eqn)) or any(found.has_boundary for found in inside)
+        is_call = traits.plain_call or traits.own_jvp or (hi is not None and not is_checkpoint)
+        if not is_call:
+            return bool(inside)
+        is_large = traits.plain_call and sum(found.matmuls for found in inside) > 1
+        return is_large or any(found.has_boundary for found in inside)
+
+    def _inside(self, body: Jaxpr) -> "_Inside":
+        def found() -> _Inside:
+            eqns = open_jaxpr(body).eqns
+            has_low = any(map(self._has_low, eqns))
+            return _Inside(any(map(self._is_boundary, eqns)), sum(map(self._matmuls, eqns)), has_low)
+
+        return self._known.get(body, None, found)
+
+    def _matmuls(self, eqn: Any) -> int:
+        """How many matmuls there are in an equation."""
+        traits = traits_of(eqn.primitive)
+        return (
+            sum(self._inside(body).matmuls for body in _bodies(eqn)) if traits.plain_call else int(traits.matrix_unit)
+        )
+
+    def _has_low(self, eqn: Any) -> bool:
+        """Whether it reads or makes a low value, or does so inside."""
+        dtypes = (float_dtype(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        return self._low in dtypes or any(self._inside(body).has_low for body in _bodies(eqn))
 
     def _with_sections_inside(self, eqn: Any) -> Any:
         """A boundary, with sections in its bodies if it may have them."""
@@ -127,14 +167,31 @@ class _Cutter:
         return eqn.replace(params=with_bodies(eqn, entry, [self.cut(body.jaxpr) for body in entry.bodies]))
 
     def _sections(self, run: _Section, outs: Collection[Var]) -> Iterator[_Section]:
-        ends = [] if self._whole or not run.inside else _cuts(run.eqns, outs)
+        ends = [] if self._whole or not run.inside else self._cuts(run.eqns, outs)
         for begin, end in itertools.pairwise([0, *ends, len(run.eqns)]):
             yield _Section(run.eqns[begin:end], run.inside)
 
     def _pays(self, eqns: Sequence[Any]) -> bool:
         """Whether there is something to compute again, and a low value to compute it from."""
-        dtypes = {float_dtype(v.aval) for eqn in eqns for v in (*eqn.invars, *eqn.outvars)}
-        return self._low in dtypes and any(map(is_work, eqns))
+        return any(map(self._has_low, eqns)) and any(map(is_work, eqns))
+
+    def _cuts(self, eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
+        """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer
+        than between the matmuls before or after, and not more."""
+        alive = list(_bytes_alive(eqns, outs))
+        matmuls = [i for i, eqn in enumerate(eqns) if self._matmuls(eqn)]
+        places = []
+        for a, b in itertools.pairwise(matmuls):
+            place = min(range(a, b), key=alive.__getitem__)
+            while alive[place + 1] == alive[place] and traits_of(eqns[place + 1].primitive).passes_on:
+                place += 1  # a layout belongs to the matmul before it
+            places.append(place)
+        ends = []
+        for k, place in enumerate(places):
+            around = [alive[places[j]] for j in (k - 1, k + 1) if 0 <= j < len(places)]
+            if around and alive[place] <= min(around) and alive[place] < max(around):
+                ends.append(place + 1)
+        return ends
 
 
 def _with_results(body: Jaxpr, sections: Sequence[_Section]) -> Iterator[tuple[_Section, list[Var]]]:
@@ -144,28 +201,6 @@ def _with_results(body: Jaxpr, sections: Sequence[_Section]) -> Iterator[tuple[_
     last |= {v: len(sections) for v in body.outvars if not isinstance(v, Literal)}
     for i, section in enumerate(sections):
         yield section, [v for eqn in section.eqns for v in eqn.outvars if last.get(v, -1) > i]
-
-
-# -- where to cut
-
-
-def _cuts(eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
-    """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer than
-    between the matmuls before or after, and not more."""
-    alive = list(_bytes_alive(eqns, outs))
-    matmuls = [i for i, eqn in enumerate(eqns) if _matmuls(eqn)]
-    places = []
-    for a, b in itertools.pairwise(matmuls):
-        place = min(range(a, b), key=alive.__getitem__)
-        while alive[place + 1] == alive[place] and traits_of(eqns[place + 1].primitive).passes_on:
-            place += 1  # a layout belongs to the matmul before it
-        places.append(place)
-    ends = []
-    for k, place in enumerate(places):
-        around = [alive[places[j]] for j in (k - 1, k + 1) if 0 <= j < len(places)]
-        if around and alive[place] <= min(around) and alive[place] < max(around):
-            ends.append(place + 1)
-    return ends
 
 
 def _bytes_alive(eqns: Sequence[Any], outs: Collection[Var]) -> Iterator[int]:
@@ -181,14 +216,6 @@ def _bytes_alive(eqns: Sequence[Any], outs: Collection[Var]) -> Iterator[int]:
                 freed[last[v]] += size
         total -= freed[i]
         yield total
-
-
-def _matmuls(eqn: Any) -> int:
-    """How many matmuls there are in an equation."""
-    traits = traits_of(eqn.primitive)
-    if not traits.plain_call:
-        return int(traits.matrix_unit)
-    return sum(_matmuls(inner) for body in jec.jaxprs_in_params(eqn.params) for inner in open_jaxpr(body).eqns)
 
 
 # -- the equation of a section

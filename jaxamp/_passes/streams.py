@@ -2,16 +2,18 @@
 
 The sum of a skip connection is read by a convolution, low, and by the next sum, in float32. It would be written in both
 dtypes, and kept for the backward pass in float32. If all that is added in it comes from low matmuls, it has the error
-of a rounding already, and one more rounding costs little. A sum with something exact is not touched.
+of a rounding already, and one more rounding costs little. A sum with something exact is not touched, nor is what an
+exponential or another function has made.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jec
 
-from .._compat import Literal, Var, open_jaxpr
+from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import float_dtype
+from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Plan, Reader, Step
 from .._traits import traits_of
@@ -76,47 +78,53 @@ def _is_large(atom: Any, out: Var) -> bool:
 
 
 def _rounded(plan: Plan) -> set[Var]:
-    """The variables whose error is that of a low value of their size, or more."""
+    """The variables whose error is that of a low value of their size, or more.
+
+    They are made of results of low matmuls by sums, by products with few numbers, as norms do, and by choices, as a
+    relu does. Not by an exponential or a quotient: their results may be far more exact than what they read.
+    """
     rounded = {v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low}
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
-        own = [
-            v
-            for v in eqn.invars
-            if any(_is_large(v, out) for out in eqn.outvars) and float_dtype(v.aval) is not None and v not in repeated
-        ]
-        traits = traits_of(eqn.primitive)
-        if any(value.is_low for value in step.outs) or (traits.matmul and step.mode is Mode.LOW):
+        floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
+        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
+        if any(value.is_low for value in step.outs) or (traits_of(eqn.primitive).matmul and step.mode is Mode.LOW):
             rounded.update(eqn.outvars)
-        elif not _is_local(eqn, step):
-            continue
-        elif not own:
+        elif not own and traits_of(eqn.primitive).elementwise:
             repeated.update(eqn.outvars)
-        elif any(v in rounded for v in own) if traits.product else all(v in rounded for v in own):
+        elif own and all(v in rounded for v in own) and _is_as_exact(eqn, step, own):
             rounded.update(eqn.outvars)
     return rounded
 
 
-def _is_local(eqn: Any, step: Step) -> bool:
-    """Whether each entry of the result is made of one entry of each operand."""
-    if step.mode is Mode.ENTER:
-        return bool(step.bodies) and all(map(_is_local, step.bodies[0].eqns, step.bodies[0].steps))
+def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any]) -> bool:
+    """Whether the result of an operation is about as exact as the operands `own`, next to their size."""
     traits = traits_of(eqn.primitive)
-    return traits.elementwise or traits.compares or traits.keeps_all_entries
+    if step.mode is Mode.ENTER:
+        body = step.bodies[0] if len(step.bodies) == 1 else None
+        if body is None or not (traits.plain_call or traits.own_jvp):
+            return False
+        pairs = zip(body.eqns, body.steps, strict=True)
+        return all(_is_as_exact(e, s, [v for v in e.invars if not isinstance(v, Literal)]) for e, s in pairs)
+    if traits.product:
+        return len(own) == 1 and own[0] is eqn.invars[0]
+    return (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
 
 
 def _magnified(plan: Plan) -> Collection[Var]:
     """What a decomposition or a solve reads, through anything that is not a matmul."""
-    body = open_jaxpr(plan.jaxpr)
+    body, known = open_jaxpr(plan.jaxpr), Memo()
     results = zip(body.outvars, plan.magnified, strict=True) if plan.magnified else ()
     found = {v for v, is_magnified in results if is_magnified and not isinstance(v, Literal)}
     for eqn in reversed(body.eqns):
         passes_on = not traits_of(eqn.primitive).matrix_unit and any(v in found for v in eqn.outvars)
-        if passes_on or _decomposes(eqn):
+        if passes_on or _decomposes(eqn, known):
             found.update(v for v in eqn.invars if not isinstance(v, Literal))
     return found
 
 
-def _decomposes(eqn: Any) -> bool:
-    bodies = jec.jaxprs_in_params(eqn.params)
-    return traits_of(eqn.primitive).magnifies or any(_decomposes(e) for body in bodies for e in open_jaxpr(body).eqns)
+def _decomposes(eqn: Any, known: Memo) -> bool:
+    def decomposes(body: Jaxpr) -> bool:
+        return known.get(body, None, lambda: any(_decomposes(inner, known) for inner in open_jaxpr(body).eqns))
+
+    return traits_of(eqn.primitive).magnifies or any(map(decomposes, jec.jaxprs_in_params(eqn.params)))

@@ -9,7 +9,7 @@ import jax.extend.core as jec
 import numpy as np
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_hi_checkpoint, without_consts
-from .._jaxpr import bind
+from .._jaxpr import Memo, bind
 from .._primitives.kept import KEPT
 from .._traits import traits_of
 from .residuals import is_cheap, is_kept
@@ -27,14 +27,22 @@ def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False) -> Any:
     return eqn.replace(params={**eqn.params, **changed}, ctx=jaxpr.eqns[0].ctx if jaxpr.eqns else eqn.ctx)
 
 
+def is_ours(eqn: Any) -> bool:
+    """Whether a checkpoint is one that `checkpoint_equation` made."""
+    params = vars(eqn.params["_prim"]) if "_prim" in eqn.params else eqn.params
+    return params.get("policy") is is_kept
+
+
 def _with_kept_masks(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr that marks masks made from random draws as kept: one byte each, where a draw has four."""
-    drawn: set[Var] = set()
+    known, drawn = Memo(), set[Var]()
     marks: dict[Var, Var] = {}
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         eqns.append(eqn.replace(invars=[v if isinstance(v, Literal) else marks.get(v, v) for v in eqn.invars]))
-        if not (_draws(eqn) or (is_cheap(eqn) and any(not isinstance(v, Literal) and v in drawn for v in eqn.invars))):
+        if not (
+            _draws(eqn, known) or (is_cheap(eqn) and any(not isinstance(v, Literal) and v in drawn for v in eqn.invars))
+        ):
             continue
         for v in eqn.outvars:
             if getattr(v.aval, "dtype", None) == np.bool_:
@@ -46,10 +54,11 @@ def _with_kept_masks(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=outs) if marks else jaxpr
 
 
-def _draws(eqn: Any) -> bool:
-    return traits_of(eqn.primitive).draws or any(
-        map(_draws, (e for body in jec.jaxprs_in_params(eqn.params) for e in open_jaxpr(body).eqns))
-    )
+def _draws(eqn: Any, known: Memo) -> bool:
+    def draws(body: Jaxpr) -> bool:
+        return known.get(body, None, lambda: any(_draws(inner, known) for inner in open_jaxpr(body).eqns))
+
+    return traits_of(eqn.primitive).draws or any(map(draws, jec.jaxprs_in_params(eqn.params)))
 
 
 def keeping_little(fun: Callable[..., Sequence[Any]], in_loop: bool = False) -> Callable[..., Sequence[Any]]:

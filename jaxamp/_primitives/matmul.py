@@ -3,7 +3,8 @@
     mixed(x, w) = base(low(x), low(w))        in the compute dtype, accumulated in float32
 
 The law: the derivative by a low operand is low, the derivative by a float32 operand is float32, and both come out of a
-matmul of low operands. Rounding a float32 weight before a plain matmul would round its gradient too.
+matmul of low operands. Rounding a float32 weight before a plain matmul would round its gradient too. (Convolutions on a
+GPU have to: cuDNN has none of low operands with a float32 result, so theirs is low, and then converted.)
 
 Each base primitive gets a mixed form, bilinear as the base is, so that forward mode, second order and `vmap` work. Its
 rules are those of the base, with the matmul in them replaced. When it is differentiated, the forward pass is the plain
@@ -94,7 +95,7 @@ def _define(base: Primitive) -> Primitive:
         return base.bind(x, w, *rest, **params)
 
     def lower_on_gpu(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
-        """cuDNN has no low x low -> float32 convolutions: XLA would run them in float32."""
+        """XLA would run low x low -> float32 in float32: cuDNN has no such convolution."""
         if any(mixing.exact):
             return _exact(base, operands, params, compute_dtype, mixing)
         (x, w), out = operands, params["preferred_element_type"]

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import jax
+import jax.experimental
 import jax.export
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,9 @@ from jax import lax
 from small_networks import PARAMS, ROWS, WIDTH, X, attention, mlp
 
 import jaxamp
+from jaxamp._formats import Formats
+from jaxamp._passes import recompute
+from jaxamp._plan.plan import Setting
 
 
 def hand_written_gelu(x):
@@ -101,6 +105,68 @@ def test_functions_inside_have_sections_too(wrap):
     bare = jaxamp.bytes_kept(residual, compute_dtype=jnp.bfloat16)(PARAMS, X)
     wrapped = jaxamp.bytes_kept(wrap(residual), compute_dtype=jnp.bfloat16)(PARAMS, X)
     assert wrapped.after / wrapped.before < 2 * bare.after / bare.before
+
+
+def jitted_layers(layer):
+    def fn(params, x):
+        for _ in range(4):
+            x = layer(params, x)
+        return x.sum()
+
+    return fn
+
+
+LAYERS = {
+    "one matmul": jax.jit(lambda p, x: jax.nn.gelu(x @ p["up"]) + x @ p["up"]),
+    "two matmuls": jax.jit(lambda p, x: jax.nn.gelu(jax.nn.gelu(x @ p["up"]) @ p["up"])),
+    "a dense layer": lambda p, x: jax.nn.gelu(jax.jit(lambda p, x: x @ p["up"] + p["bias"])(p, x)),
+}
+
+
+@pytest.mark.parametrize("keep", ["auto", "matmuls"])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_jitted_layers_keep_little_too(layer, keep):
+    params = {"up": normal(0, 32, 32, scale=0.2), "bias": jnp.zeros(32)}
+    found = jaxamp.bytes_kept(jitted_layers(layer), compute_dtype=jnp.bfloat16, keep=keep)(params, normal(1, 64, 32))
+    assert found.after <= 0.35 * found.before
+
+
+def test_without_cuts_loops_are_in_the_section():
+    def fn(params, x):
+        step = lambda h, _: (jax.nn.softmax(jax.nn.gelu(h @ params["up"]) @ params["down"]), None)
+        return lax.scan(step, jnp.tanh(x @ params["up"]) @ params["down"], length=3)[0].sum()
+
+    sizes = [
+        jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16, keep=keep)(PARAMS, X).after for keep in ("matmuls", "auto")
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_a_forward_rule_with_effects():
+    seen = []
+
+    @jax.custom_vjp
+    def fn(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        jax.experimental.io_callback(lambda y: seen.append(1), None, x.sum())
+        return jnp.sin(x), x
+
+    fn.defvjp(forward, lambda x, ct: (ct * jnp.cos(x),))
+    loss = lambda params, x: jnp.sum(jnp.tanh(fn(jnp.tanh(x @ params["up"])) @ params["down"]))
+    jax.block_until_ready(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))(PARAMS, X))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_functions_that_call_one_another_twice():
+    fn = lambda x: jnp.tanh(x @ PARAMS["up"] @ PARAMS["down"])
+    for _ in range(40):
+        fn = jax.jit(lambda x, inner=fn: inner(inner(x)))
+    jaxpr = jax.make_jaxpr(fn)(X)
+    setting = Setting(Formats(jnp.dtype(jnp.bfloat16)))
+    assert recompute(jaxpr, setting).eqns  # in time
 
 
 def test_complex_values_are_in_no_section():

@@ -252,6 +252,25 @@ def made_by(scale, in_body):
 """
 
 
+@pytest.mark.parametrize("of", [jnp.sign, jax.nn.relu, jnp.floor])
+@pytest.mark.parametrize("by", ["defjvp", "defjvps"])
+def test_a_function_of_jax_with_another_rule_is_not_that_of_jax(of, by):
+    def made_by(scale):
+        fn = jax.custom_jvp(of)
+        rule = (lambda p, t: (fn(*p), scale * t[0])) if by == "defjvp" else (lambda t, ans, x: scale * t)
+        getattr(fn, by)(rule)
+        return fn
+
+    def grads(transform):
+        fns = made_by(1.0), made_by(3.0)
+        return [transform(jax.grad(AMP(lambda w, fn=fn: jnp.sum(fn(jnp.sin(w @ W)) @ W))))(W) for fn in fns]
+
+    for transform in (lambda f: f, jax.jit):
+        one, three = grads(transform)
+        np.testing.assert_allclose(3 * one, three, rtol=0.02, atol=0.02)
+        assert np.any(one)
+
+
 def loss_of(activation):
     return lambda x: jnp.sum(activation(x @ W))
 

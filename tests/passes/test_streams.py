@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import both, in_float64, kept, normal
+from helpers import assert_near, both, in_float64, kept, normal
 from jax import lax
 from plans import plan_of
 
@@ -94,6 +94,9 @@ def test_what_is_read_in_both_dtypes():
         lambda w, x: (lambda h: (h @ w, h))(norm(x @ w)),  # a result
         lambda w, x: (lambda h: jnp.exp(h @ w) + h)(norm(x)),  # nothing was rounded before
         lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.exp(x) + jnp.exp(x @ w)),  # something exact is added
+        lambda w, x: (lambda p: jnp.log(1 - p) + p @ w)(jax.nn.softmax(x @ w)),  # more exact than what it was made of
+        lambda w, x: (lambda p: jnp.log(1 - p) + p @ w)(1 / (1 + jnp.exp(-(x @ w)))),
+        lambda w, x: (lambda p: jnp.sqrt(2 - 2 * p) + p @ w)(jnp.exp(-((x @ w) ** 2))),
         lambda w, x: (lambda h: jnp.linalg.cholesky(h + 9 * jnp.eye(8)) + h @ w)(norm(w @ w.T)),  # a decomposition
     ],
 )
@@ -108,3 +111,13 @@ def test_what_the_user_pins_stays_in_float32():
             return jnp.sin(h) + jnp.exp(h @ w)
 
     assert low_results(fn, W, X) == []
+
+
+@both
+def test_what_cancels_is_not_rounded_before(low):
+    def loss(w, x):
+        p = jax.nn.softmax(4 * (x @ w))
+        return jnp.mean((p @ w) ** 2) - jnp.mean(jnp.log(1 - p + 1e-7))
+
+    w, x = normal(5, 32, 32, scale=0.5), normal(6, 64, 32)
+    assert_near(jax.grad(jaxamp.amp(loss, compute_dtype=low))(w, x), in_float64(jax.grad(loss), w, x), 5e-2)
