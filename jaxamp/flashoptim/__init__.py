@@ -2,7 +2,8 @@
 
 The law: a program written for flashoptim-jax 0.1.0 runs unchanged on any device that JAX runs on, with names from the
 package, its `compression` or its `quantization`. It reads and writes the same arrays and, wherever flashoptim-jax is
-right, takes the same steps up to rounding.
+right, takes the same steps up to rounding. That includes its codes, which are rounded to nearest: a second moment with
+b2 = 0.999 stands still where a gradient changes. `jaxamp.optim` has other codes, which follow Adam.
 
 >>> import jax, jax.numpy as jnp
 >>> from jaxamp import flashoptim
@@ -26,14 +27,16 @@ Differences from flashoptim-jax 0.1.0, each because of a fault in it:
 6. `step` takes `scale` and `ok`, to unscale gradients and to skip a step, without a copy of parameters and state.
 7. A nonzero second moment is never stored as zero. In flashoptim-jax, steps can be 250 times too long if the gradients
    in a group span decades. `variance_floor=False` restores its behaviour.
-8. Scales are float16, as published, so very small or large ones are lost. This package keeps that format;
-   `jaxamp.optim` has a wider one.
+8. Scales are float16, as published, so very small ones are lost. This package keeps that format; `jaxamp.optim` has a
+   wider one. Gradients beyond 65504, which lose a group in flashoptim-jax, count as 65504.
 9. One implementation serves all devices, whether `fused` or not. `fused=True` only refuses, as flashoptim-jax does,
    group sizes that its kernels can't read.
 10. Codes halfway between two integers are rounded to even, not up.
 11. `cast_tree_bf16` casts only floats, and optimizers leave alone leaves that are None, empty or not floats, as long as
     there is a float to step. flashoptim-jax refuses integers, or steps them with `fused=False`.
-12. Errors say what was given, what was expected and what to write, and name the leaf.
+12. Where the square of a finite gradient overflows, the weight stays, as with Optax. In flashoptim-jax the second
+    moment becomes zero, and the next step divides by epsilon.
+13. Errors say what was given, what was expected and what to write, and name the leaf.
 """
 
 from collections.abc import Callable
@@ -221,7 +224,16 @@ def flash_lion(
 
 def _storage(quantize: bool, bits: Any, group_size: int, floor: bool = True) -> Storage:
     check_bits(bits)
-    return Storage(quantize, bits, group_size, variance_floor=floor, scales="float16", layout="flat")
+    return Storage(
+        quantize,
+        bits,
+        group_size,
+        variance_floor=floor,
+        scales="float16",
+        layout="flat",
+        codes="published",
+        dither=False,
+    )
 
 
 def _make_optimizer(

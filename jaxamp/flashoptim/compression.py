@@ -42,7 +42,7 @@ def split_leaf(
     bits = Storage(master_weight_bits=master_weight_bits).bits_for(narrow_dtype)  # type: ignore[arg-type]
     if bits is None:
         return theta.astype(narrow_dtype), no_ecc_leaf()
-    return split(theta, narrow_dtype, correction_dtype(bits))
+    return split(theta, narrow_dtype, correction_dtype(bits, jnp.bfloat16))  # signed for float16 too
 
 
 def reconstruct_leaf(theta_lp: Any, rho: Any) -> jax.Array:

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ..optim._groups import Groups
-from ..optim._moment_codecs import MOMENTUM, Codec, Variance
+from ..optim._moment_codecs import Codec
+from ..optim._published_codecs import PublishedMomentum, PublishedVariance
 from ..optim._scale_formats import HALF
 from ..optim._storage import Storage
 
@@ -25,22 +26,22 @@ def is_quantized(x: Any) -> bool:
 
 def quantize_momentum(x: Any, group_size: int = 32) -> QuantizedArray:
     """Quantize numbers of both signs to int8."""
-    return _quantize(MOMENTUM, jnp.asarray(x, jnp.float32), group_size)
+    return _quantize(PublishedMomentum(), jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_momentum(x: QuantizedArray, group_size: int = 32) -> jax.Array:
     """Undo `quantize_momentum`, up to rounding."""
-    return _dequantize(MOMENTUM, x, group_size)
+    return _dequantize(PublishedMomentum(), x, group_size)
 
 
 def quantize_variance(x: Any, group_size: int = 32, *, floor: bool = True) -> QuantizedArray:
     """Quantize non-negative numbers to the uint8 of their root. With `floor=False`, small ones may become zero."""
-    return _quantize(Variance(floor), jnp.asarray(x, jnp.float32), group_size)
+    return _quantize(PublishedVariance(floor), jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_variance(x: QuantizedArray, group_size: int = 32) -> jax.Array:
     """Undo `quantize_variance`, up to rounding."""
-    return _dequantize(Variance(), x, group_size)
+    return _dequantize(PublishedVariance(), x, group_size)
 
 
 def _round_to_nearest(x: Any) -> jax.Array:

@@ -23,6 +23,8 @@ from ._master_weights import with_master_weights as with_master_weights
 from ._moment_codecs import Momentum as Momentum
 from ._moment_codecs import Variance as Variance
 from ._optimizer import FlashOptimizer as FlashOptimizer
+from ._published_codecs import PublishedMomentum as PublishedMomentum
+from ._published_codecs import PublishedVariance as PublishedVariance
 from ._state import FlashState as FlashState
 from ._state_shardings import state_shardings as state_shardings
 from ._storage import Storage as Storage

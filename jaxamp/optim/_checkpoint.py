@@ -1,6 +1,6 @@
 """Parameters and state as a flat dict of arrays, for formats without pytrees.
 
-    {"format": 1, "count": ..., "params/layers/0/weight": ..., "mu/layers/0/weight": ..., "scales/layers/0/weight": ...}
+    {"format": 2, "count": ..., "params/layers/0/weight": ..., "mu/layers/0/weight": ..., "scales/layers/0/weight": ...}
 
 Orbax and Equinox save a `FlashState` as it is; this is for `numpy.savez`, safetensors and other programs. Nothing is
 flattened or padded: arrays have the shapes of the parameters, and the shapes of scales tell their layout.
@@ -14,7 +14,7 @@ import numpy as np
 from ._state import FlashState
 from ._tree_paths import flatten, name_of
 
-FORMAT = 1
+FORMAT = 2
 _FIELDS = ("mu", "nu", "scales", "correction")
 
 

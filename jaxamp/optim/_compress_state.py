@@ -9,11 +9,13 @@ import optax
 from jax import tree_util as jtu
 
 from .._tree import is_inexact_array
+from ._dither import dither
 from ._groups import choose_groups, groups_from_scales
-from ._moment_codecs import MOMENTUM, Codec, Variance
+from ._moment_codecs import Codec
 from ._optimizer import check_is_uncompressed
-from ._scale_formats import FORMATS, format_of
+from ._scale_formats import FORMATS, HALF, format_of
 from ._storage import Storage
+from ._update_rules import LARGEST, bounded
 
 # The names of moments in Optax's states: momentum has both signs, variance is never negative. Some states use a name
 # for the other kind. `ScaleByRStdDev` takes the root of `nu - mu**2`, which rounding would sometimes make negative.
@@ -70,8 +72,9 @@ def compress_state(
             "compress_state(tx, storage=jaxamp.optim.Storage(group_size=64))."
         )
     check_is_uncompressed("compress_state", tx)
-    codecs: dict[str, Codec] = {"momentum": MOMENTUM, "variance": Variance(storage.variance_floor)}
+    codecs: dict[str, Codec] = dict(zip(("momentum", "variance"), storage.codecs, strict=True))
     codec_of_dtype = {codec.dtype: codec for codec in codecs.values()}
+    fields = {key.rpartition(".")[2] for key, kind in kinds.items() if kind is not None}
     for field, kind in kinds.items():
         if kind is not None and kind not in codecs:
             raise ValueError(
@@ -84,7 +87,8 @@ def compress_state(
         groups = choose_groups(x.shape, storage.group_size, storage.layout)
         view = groups.view(x.astype(jnp.float32))
         top = codec.top(view, groups.view_axis)
-        values = groups.unview(codec.encode(view, groups.spread(top)))
+        up = dither(count, groups) if storage.dither and count is not None else None
+        values = groups.unview(codec.encode(view, groups.spread(top), up))
         return Compressed(values, FORMATS[storage.scales].encode(codec.scale(top), count))
 
     def decode(x: Any) -> Any:
@@ -134,13 +138,46 @@ def compress_state(
             )
         count = state.count + 1
         inner = jax.tree.map(decode, state.inner, is_leaf=is_compressed)
+        if FORMATS[storage.scales] is HALF:
+            bound = lambda g: bounded(g, HALF.largest, unless=g) if is_inexact_array(g) else g
+            updates = jax.tree.map(bound, updates)
         updates, inner = tx.update(updates, inner, params, **extra_args)
-        encode_again = lambda old, new: (
-            encode(codec_of_dtype[old.values.dtype], new, count) if is_compressed(old) else new
-        )
-        return updates, CompressedState(count, jax.tree.map(encode_again, state.inner, inner, is_leaf=is_compressed))
+        with_paths, structure = jtu.tree_flatten_with_path(state.inner, is_leaf=is_compressed)  # type: Any, Any
+        paths, stored = zip(*with_paths, strict=True) if with_paths else ((), ())
+        is_variance = [is_compressed(old) and old.values.dtype == codecs["variance"].dtype for old in stored]
+        new = _without_overflow(structure.flatten_up_to(inner), is_variance, [_sibling(path, fields) for path in paths])
+        encoded = [
+            encode(codec_of_dtype[old.values.dtype], x, count) if is_compressed(old) else x
+            for old, x in zip(stored, new, strict=True)
+        ]
+        return updates, CompressedState(count, structure.unflatten(encoded))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _sibling(path: Any, fields: set[str]) -> Any:
+    """The path of a moment without the name of its field: the same for all moments of a parameter in one state."""
+    at = next((i for i, entry in enumerate(path) if getattr(entry, "name", None) in fields), None)
+    return None if at is None else (path[:at], path[at + 1 :])
+
+
+def _without_overflow(moments: list[Any], is_variance: list[bool], siblings: list[Any]) -> list[Any]:
+    """Moments without infinite variances, which have no code.
+
+    An infinite variance stops a weight in Optax. So that the largest finite one stops it too, all moments beside it
+    become zero.
+    """
+    overflows = {
+        sibling: x > LARGEST for x, is_one, sibling in zip(moments, is_variance, siblings, strict=True) if is_one
+    }
+
+    def bound(x: Any, is_one: bool, sibling: Any) -> Any:
+        if is_one:
+            return jnp.minimum(x, LARGEST)
+        over = overflows.get(sibling)
+        return x if over is None or jnp.shape(x) != over.shape else jnp.where(over, 0.0, x)
+
+    return [bound(*row) for row in zip(moments, is_variance, siblings, strict=True)]
 
 
 def is_compressed(x: Any) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 from .._tree import has_float_dtype, is_inexact_array
 from ._groups import LAYOUTS, Groups, Layout, choose_groups, groups_from_scales
 from ._leaf_step import decode_moments, stack_scales
-from ._moment_codecs import MOMENTUM, VARIANCE, Codec, Variance
 from ._optimizer import FlashOptimizer
 from ._scale_formats import format_of
 from ._state import FlashState, LeafState, leaves_of_state, state_from_leaves, state_shapes
@@ -20,7 +19,6 @@ from ._storage import Storage
 from ._tree_paths import flatten, flatten_like, name_of
 from ._weight_codec import LOW_DTYPES, check_correction, join, split
 
-_CODECS: tuple[Codec, ...] = (MOMENTUM, VARIANCE)
 _INSTEAD = (
     "Pass the parameters and the state that the same step returned; of the state of an optax.chain, the part of this "
     "optimizer, such as state[1]."
@@ -57,7 +55,7 @@ def float32_weights(params: Any, state: FlashState) -> Any:
     paths, leaves, structure = flatten(params)
     corrections = flatten_like(name, "corrections", state.correction, params, structure, _INSTEAD)
     for path, p, c in zip(paths, leaves, corrections, strict=True):
-        check_correction(name, name_of(path), p, c, _INSTEAD)
+        check_correction(name, name_of(path), p, c, _INSTEAD, is_published=True)
     return structure.unflatten(
         [join(jnp.asarray(p), c) if is_inexact_array(p) else p for p, c in zip(leaves, corrections, strict=True)]
     )
@@ -74,8 +72,8 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
     >>> params = {"w": jnp.ones((2, 32), jnp.bfloat16)}
     >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
     >>> float32 = optim.to_float32(optimizer, params, state)
-    >>> float32.weights["w"].dtype, f"{float32.mu['w'][0, 0]:.4f}"
-    (dtype('float32'), '0.1000')
+    >>> float32.weights["w"].dtype, f"{float32.mu['w'][0, 0]:.3f}"
+    (dtype('float32'), '0.100')
     """
     paths, leaves, structure = flatten(params)
     states = leaves_of_state("to_float32", state, params, structure, _INSTEAD)
@@ -165,12 +163,12 @@ def _decode_moments(state: LeafState, optimizer: FlashOptimizer, path: Any, leaf
         )
     view = lambda x: None if x is None else groups.view(x)
     viewed = state._replace(mu=view(state.mu), nu=view(state.nu))
-    return [groups.unview(m) for m in decode_moments(viewed, _CODECS, groups)]
+    return [groups.unview(m) for m in decode_moments(viewed, optimizer.storage(path, leaf).codecs, groups)]
 
 
 def _encode_moments(moments: list[jax.Array], like: LeafState, storage: Storage, groups: Groups | None) -> LeafState:
     """The state `like`, with other moments in place of its own."""
-    codecs: tuple[Codec, ...] = (MOMENTUM, Variance(storage.variance_floor))
+    codecs = storage.codecs
     names = [name for name in ("mu", "nu") if getattr(like, name) is not None]
     if groups is None or like.scales is None:
         return like._replace(**dict(zip(names, moments, strict=True)))

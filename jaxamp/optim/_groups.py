@@ -49,19 +49,25 @@ class Groups:
         return (*before, n // self.size, *self.shape[len(self.shape) + self.axis + 1 :])
 
     @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape of `view`."""
+        shape = self.scales_shape
+        at = len(shape) + self.view_axis + 1
+        return (*shape[:at], self.size, *shape[at:])
+
+    @property
     def view_axis(self) -> int:
         """The axis of `view` that runs along a group, counted from the end."""
         return -1 if self.axis is None else self.axis
 
     def view(self, x: jax.Array) -> jax.Array:
         """Reshape an array to have one more axis, along the groups."""
-        shape = self.scales_shape
+        shape = self.view_shape
         if self.axis is None:
             flat = jnp.ravel(x)
-            missing = shape[0] * self.size - flat.size
-            return (jnp.pad(flat, (0, missing)) if missing else flat).reshape(*shape, self.size)
-        at = len(shape) + self.axis + 1
-        return x.reshape(*shape[:at], self.size, *shape[at:])
+            missing = math.prod(shape) - flat.size
+            x = jnp.pad(flat, (0, missing)) if missing else flat
+        return x.reshape(shape)
 
     def unview(self, x: jax.Array) -> jax.Array:
         """Undo `view`."""

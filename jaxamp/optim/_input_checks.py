@@ -7,7 +7,7 @@ import numpy as np
 
 from .._tree import check_bool, has_float_dtype, is_inexact_array
 from ._groups import Groups, choose_groups, groups_from_scales
-from ._moment_codecs import MOMENTUM, VARIANCE
+from ._scale_formats import FORMATS
 from ._settings import Settings
 from ._sharding import check_whole_groups, split_sharding
 from ._state import LeafState
@@ -54,25 +54,28 @@ def check_leaf(
 ) -> Groups:
     """Check that gradient and state belong to a parameter, and return its groups as the state has them."""
     check_gradient(rule.name, path, param, grad)
-    check_low_dtype(rule.name, name_of(path), param, state.correction)
-    size, layout = settings.storage.group_size, settings.storage.layout
+    storage = settings.storage
+    check_low_dtype(rule.name, name_of(path), param, state.correction, is_published=storage.codes == "published")
+    size, layout = storage.group_size, storage.layout
     expected = set(rule.moments(settings.hyper))
     arrays = {field: x for field, x in state._asdict().items() if x is not None}
     groups: Groups | None = choose_groups(param.shape, size, layout)
     dtypes = dict.fromkeys(("mu", "nu"), jnp.dtype(jnp.float32))
     if state.scales is not None:
         groups = groups_from_scales(param.shape, state.scales.shape[1:], size)
-        dtypes = {"mu": MOMENTUM.dtype, "nu": VARIANCE.dtype}
+        dtypes = {name: codec.dtype for name, codec in zip(("mu", "nu"), storage.codecs)}
+        dtypes["scales"] = FORMATS[storage.scales].dtype
     fits = all(x.shape == param.shape for field, x in arrays.items() if field != "scales")
     fits &= all(arrays[field].dtype == dtype for field, dtype in dtypes.items() if field in arrays)
-    needs_correction = settings.storage.bits_for(param.dtype) is not None
+    needs_correction = storage.bits_for(param.dtype) is not None
     fits &= state.correction is not None or not needs_correction
     if groups is None or not fits or expected != set(arrays) - {"scales", "correction"}:
         given = ", ".join(f"{field} {x.shape} in {x.dtype}" for field, x in arrays.items()) or "nothing"
+        in_dtypes = "".join(f", {field} in {dtype}" for field, dtype in dtypes.items() if "scales" in arrays)
         raise ValueError(
             f"{rule.name} got a state with {given} for {name_of(path)!r}, which is of shape {param.shape} and in "
             f"{param.dtype}; expected {' and '.join(sorted(expected)) or 'no moments'} of that shape in groups of "
-            f"{size}, {'with a' if needs_correction else 'without a'} correction. {instead}"
+            f"{size}, {'with a' if needs_correction else 'without a'} correction{in_dtypes}. {instead}"
         )
     return groups
 

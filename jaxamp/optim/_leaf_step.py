@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._dither import dither
 from ._groups import Groups
-from ._moment_codecs import MOMENTUM, Codec, Variance
-from ._scale_formats import format_of
+from ._moment_codecs import Codec
+from ._scale_formats import HALF, format_of
 from ._state import LeafState
-from ._update_rules import Moments, Scalars, UpdateRule
+from ._storage import Storage
+from ._update_rules import LARGEST, Moments, Scalars, UpdateRule, bounded
 from ._weight_codec import LOW_DTYPES, change_and_correction, join, split_without_barrier
 
 
@@ -38,8 +40,8 @@ class StepContext(NamedTuple):
         rule: The update rule.
         scalars: Its scalars for this step.
         decay: The weight decay of this step, or None.
-        count: The number of this step, counted from one. Scales are rounded by it.
-        variance_floor: Whether to keep a nonzero second moment from being stored as zero.
+        count: The number of this step, counted from one. Scales and codes are rounded by it.
+        storage: How the moments are stored.
         scale: A factor for the gradients, or None.
         ok: Whether to take the step; None always takes it.
         return_change: Whether to return the change of the parameter instead of the parameter.
@@ -49,7 +51,7 @@ class StepContext(NamedTuple):
     scalars: Scalars
     decay: Any
     count: Any
-    variance_floor: bool
+    storage: Storage
     scale: Any = None
     ok: Any = None
     return_change: bool = False
@@ -68,24 +70,24 @@ def group_tops(context: StepContext, leaf: Leaf) -> tuple[jax.Array, ...]:
     """Pass 1: `codec.top` of each group, for each moment; empty if the moments are not compressed."""
     if leaf.state.scales is None:
         return ()
-    codecs = _codecs(context)
-    moments, _, _ = _advance(context, _view_in_groups(leaf), codecs)
-    return tuple(codec.top(m, leaf.groups.view_axis) for codec, m in zip(codecs, moments))
+    moments, _, _ = _advance(context, _view_in_groups(leaf))
+    return tuple(codec.top(m, leaf.groups.view_axis) for codec, m in zip(context.storage.codecs, moments))
 
 
-def is_gradient_finite(grad: jax.Array, tops: tuple[jax.Array, ...]) -> jax.Array:
+def is_gradient_finite(context: StepContext, grad: jax.Array, tops: tuple[jax.Array, ...]) -> jax.Array:
     """Whether a gradient is finite, read from pass 1 if possible: a moment is not finite where its gradient is not."""
-    return jnp.isfinite(tops[0] if tops else grad).all()
+    return (context.storage.codecs[0].is_finite(tops[0]) if tops else jnp.isfinite(grad)).all()
 
 
 def step_leaf(
     context: StepContext, leaf: Leaf, tops: tuple[jax.Array, ...] | None = None
 ) -> tuple[jax.Array, LeafState]:
     """Return the new parameter, or its change in float32, and the new state. `tops` is the result of pass 1, if run."""
-    codecs = _codecs(context)
+    codecs = context.storage.codecs
     if leaf.state.scales is None:
-        moments, weight, length = _advance(context, leaf, codecs)
+        moments, weight, length = _advance(context, leaf)
         out, correction = _write_weight(context, leaf, weight, length)
+        moments = tuple(jnp.minimum(m, LARGEST) for m in context.rule.bound(moments))
         new = leaf.state._replace(correction=correction, **dict(zip(("mu", "nu"), moments)))
         return lax.optimization_barrier(_keep_old_unless_ok(context, leaf, out, new))
 
@@ -94,8 +96,11 @@ def step_leaf(
     tops = group_tops(context, leaf) if tops is None else tops
     (param, grad, state), tops = lax.optimization_barrier((leaf[:3], tops))
     view = _view_in_groups(Leaf(param, grad, state, groups))
-    moments, weight, length = _advance(context, view, codecs)
-    codes = (codec.encode(m, groups.spread(top)) for codec, m, top in zip(codecs, moments, tops))
+    moments, weight, length = _advance(context, view)
+    up = dither(context.count, groups) if context.storage.dither else None
+    codes = (
+        codec.encode(m, groups.spread(top), up) for codec, m, top in zip(codecs, context.rule.bound(moments), tops)
+    )
     out, correction = _write_weight(context, view, weight, length)
     new = view.state._replace(correction=correction, **dict(zip(("mu", "nu"), codes)))
     out, new = _keep_old_unless_ok(context, view, out, new)
@@ -121,10 +126,6 @@ def decode_moments(state: LeafState, codecs: tuple[Codec, ...], groups: Groups) 
     return tuple(codec.decode(m, groups.spread(decode(s))) for codec, m, s in zip(codecs, stored, state.scales))
 
 
-def _codecs(context: StepContext) -> tuple[Codec, ...]:
-    return MOMENTUM, Variance(context.variance_floor)
-
-
 def _view_in_groups(leaf: Leaf) -> Leaf:
     view = leaf.groups.view
     return Leaf(view(leaf.param), view(leaf.grad), _map_param_shaped(view, leaf.state), leaf.groups)
@@ -136,7 +137,7 @@ def _map_param_shaped(fn: Callable[[jax.Array], jax.Array], state: LeafState) ->
     return state._replace(**{name: None if x is None else fn(x) for name, x in arrays.items()})
 
 
-def _advance(context: StepContext, leaf: Leaf, codecs: tuple[Codec, ...]) -> tuple[Moments, jax.Array, jax.Array]:
+def _advance(context: StepContext, leaf: Leaf) -> tuple[Moments, jax.Array, jax.Array]:
     """The next moments, the weight before the step and the length of the step."""
     g = leaf.grad.astype(jnp.float32)
     if context.scale is not None:
@@ -144,7 +145,10 @@ def _advance(context: StepContext, leaf: Leaf, codecs: tuple[Codec, ...]) -> tup
     weight = join(leaf.param, leaf.state.correction)
     if context.decay is not None and not context.rule.decoupled:
         g = g + context.decay * weight
-    moments, length = context.rule.advance(g, decode_moments(leaf.state, codecs, leaf.groups), context.scalars)
+    if leaf.state.scales is not None and format_of(leaf.state.scales) is HALF:
+        g = bounded(g, HALF.largest, unless=g)
+    moments = decode_moments(leaf.state, context.storage.codecs, leaf.groups)
+    moments, length = context.rule.advance(g, moments, context.scalars)
     return moments, weight, length
 
 

@@ -55,13 +55,15 @@ def with_master_weights(
             "with_master_weights(tx, master_weight_bits=24)."
         )
     check_is_uncompressed("with_master_weights", tx)
-    tx, dtype = optax.with_extra_args_support(tx), correction_dtype(master_weight_bits)
+    tx, bits = optax.with_extra_args_support(tx), master_weight_bits
 
     def is_low(x: Any) -> bool:
         return is_inexact_array(x) and x.dtype in LOW_DTYPES
 
     def init(params: Any) -> MasterState:
-        correction = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=dtype) if is_low(p) else None, params)
+        correction = jax.tree.map(
+            lambda p: jnp.zeros_like(p, dtype=correction_dtype(bits, p.dtype)) if is_low(p) else None, params
+        )
         return MasterState(correction, tx.init(jax.tree.map(lambda p: join(p, None) if is_low(p) else p, params)))
 
     def update(updates: Any, state: MasterState, params: Any = None, **extra_args: Any) -> tuple[Any, MasterState]:
@@ -78,7 +80,7 @@ def with_master_weights(
         corrections = flatten_like(name, "a state", state.correction, params, structure, instead)
         given = flatten_like(name, "gradients", updates, params, structure, "Pass jax.grad(loss)(params, ...).")
         for path, p, c, g in zip(paths, leaves, corrections, given, strict=True):
-            check_correction(name, name_of(path), p, c, instead)
+            check_correction(name, name_of(path), p, c, instead, is_published=False)
             if is_low(p) and g is not None:
                 check_gradient(name, path, p, g)
             if c is None and is_low(p):
@@ -93,7 +95,7 @@ def with_master_weights(
         changes, inner = tx.update(grads, state.inner, weights, **extra_args)
         changes = structure.flatten_up_to(changes)
         changes_and_corrections = [
-            change_and_correction(p, join(p, c) + u.astype(jnp.float32), dtype)
+            change_and_correction(p, join(p, c) + u.astype(jnp.float32), correction_dtype(bits, p.dtype))
             if is_low(p) and u is not None
             else (u, c)
             for (p, c), u in zip(pairs, changes, strict=True)

@@ -20,7 +20,6 @@ from ._batches import Batch, Task, batch_tasks
 from ._groups import choose_groups
 from ._input_checks import check_gradient_scale, check_leaf, check_ok, check_params, check_shards
 from ._leaf_step import Leaf, StepContext, group_tops, is_gradient_finite
-from ._moment_codecs import MOMENTUM, VARIANCE, Codec
 from ._scale_formats import FORMATS
 from ._settings import Settings, check_hyperparameter_scalar, settings_by_leaf
 from ._sharding import mesh_sharding, scales_sharding, split_sharding
@@ -28,7 +27,6 @@ from ._state import FlashState, LeafState, leaves_of_state, state_from_leaves
 from ._storage import Storage
 from ._tree_paths import flatten, flatten_like, name_of
 from ._update_rules import UpdateRule, step_scalars
-from ._weight_codec import correction_dtype
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -115,7 +113,10 @@ def make_optimizer(
         if find_ok:  # pass 1 of all leaves before any is written
             tops = [group_tops(batch.context, batch.leaf) for batch in batches]
             ok = jnp.array(
-                [is_gradient_finite(batch.leaf.grad, top) for batch, top in zip(batches, tops, strict=True)]
+                [
+                    is_gradient_finite(batch.context, batch.leaf.grad, top)
+                    for batch, top in zip(batches, tops, strict=True)
+                ]
             ).all()
         for batch, top in zip(batches, tops, strict=True):
             for i, result, new in batch.step(ok, top):
@@ -155,14 +156,13 @@ def _init_leaf(rule: UpdateRule, settings: Settings, path: Any, param: Any) -> L
     if param.size == 0:
         return LeafState()
     moments = rule.moments(settings.hyper)
-    bits = storage.bits_for(param.dtype)
-    correction = None if bits is None else jnp.zeros_like(param, dtype=correction_dtype(bits))
+    dtype = storage.correction_dtype(param.dtype)
+    correction = None if dtype is None else jnp.zeros_like(param, dtype=dtype)
     if not storage.quantize or not moments:
         return LeafState(correction=correction, **{name: jnp.zeros_like(param, dtype=jnp.float32) for name in moments})
     groups = choose_groups(param.shape, storage.group_size, storage.layout)
     check_shards(rule.name, name_of(path), param, groups)
-    codecs: dict[str, Codec] = {"mu": MOMENTUM, "nu": VARIANCE}
-    codes = {name: jnp.zeros_like(param, dtype=codecs[name].dtype) for name in moments}
+    codes = {name: jnp.zeros_like(param, dtype=codec.dtype) for name, codec in zip(moments, storage.codecs)}
     scales = jnp.zeros(
         (len(moments), *groups.scales_shape),
         FORMATS[storage.scales].dtype,
@@ -187,9 +187,8 @@ def _step_contexts(
                     rule.name, "learning_rate", hyper["learning_rate"], "from its schedule", instead
                 )
             scalars, decay = step_scalars(rule, hyper, count + 1)
-            floor = settings.storage.variance_floor
             contexts[settings.group] = StepContext(
-                rule, scalars, decay, count + 1, floor, scale, return_change=return_change
+                rule, scalars, decay, count + 1, settings.storage, scale, return_change=return_change
             )
         return contexts[settings.group]
 

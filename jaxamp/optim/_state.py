@@ -13,10 +13,13 @@ class FlashState(NamedTuple):
 
     Attributes:
         count: The number of steps taken.
-        mu: First moments, of the parameters' shapes: int8, or float32 if they are not compressed.
-        nu: Second moments: uint8, or float32.
+        mu: First moments, of the parameters' shapes: uint8, or float32 if they are not compressed.
+        nu: Second moments: int8, or float32.
         scales: The scales of both, of shape `(moments, *groups)`.
-        correction: The part of the weight that a bfloat16 or float16 parameter can't hold: int8 or int16.
+        correction: The part of the weight that the parameter can't hold: int8 or int16 for bfloat16, uint8 or uint16
+            for float16.
+
+    In the published format, first moments are int8, second moments uint8, and corrections int8 or int16.
 
     Absent parts are None: Lion's second moment, the correction of a float32 parameter, and everything for leaves that
     are not arrays of floats.
@@ -33,10 +36,10 @@ class LeafState(NamedTuple):
     """The state of one array; absent parts are None.
 
     Attributes:
-        mu: The first moment: int8, or float32 if it is not compressed.
-        nu: The second moment: uint8, or float32.
+        mu: The first moment, as in `FlashState`.
+        nu: The second moment.
         scales: The scales of both, of shape `(moments, *groups)`: uint16, or float16 in the published format.
-        correction: The part of the weight that the parameter can't hold: int8 or int16.
+        correction: The part of the weight that the parameter can't hold.
     """
 
     mu: Any = None

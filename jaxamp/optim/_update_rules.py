@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+LARGEST = np.finfo(np.float32).max
 Scalars = dict[str, Any]
 Moments = tuple[jax.Array, ...]
 
@@ -26,6 +27,7 @@ class UpdateRule(NamedTuple):
         moments: The names of the moments, given the hyperparameters: none, `("mu",)` or `("mu", "nu")`.
         scalars: The scalars of a step, given the hyperparameters and the step's number, counted from one.
         advance: The next moments and the length of the step, given gradient, moments and scalars.
+        bound: The moments as they are stored. Infinite ones are stored as the largest number there is.
     """
 
     name: str
@@ -33,10 +35,16 @@ class UpdateRule(NamedTuple):
     moments: Callable[[Mapping[str, Any]], tuple[str, ...]]
     scalars: Callable[[Mapping[str, Any], jax.Array], Scalars]
     advance: Callable[[jax.Array, Moments, Scalars], tuple[Moments, jax.Array]]
+    bound: Callable[[Moments], Moments] = lambda moments: moments
 
 
 def as_float32(x: Any) -> Any:
     return np.float32(x) if isinstance(x, int | float) else jnp.asarray(x, jnp.float32)
+
+
+def bounded(x: jax.Array, largest: Any, *, unless: jax.Array) -> jax.Array:
+    """`x` within `[-largest, largest]`, or NaN where the gradient `unless` is not finite."""
+    return jnp.clip(x, -largest, largest) + 0.0 * unless
 
 
 def is_zero(x: Any) -> bool:
@@ -50,14 +58,14 @@ def is_zero(x: Any) -> bool:
 def _adam_scalars(h: Mapping[str, Any], count: jax.Array) -> Scalars:
     t = count.astype(jnp.float32)
     bias1, bias2 = (1.0 - as_float32(h[name]) ** t for name in ("b1", "b2"))
+    root = jnp.sqrt(bias2)  # the step is `mu / bias1 / (sqrt(nu / bias2) + eps)`, in fewer operations
     return {
         "b1": as_float32(h["b1"]),
         "b2": as_float32(h["b2"]),
         "new1": as_float32(1.0 - h["b1"]),
         "new2": as_float32(1.0 - h["b2"]),
-        "eps": as_float32(h["eps"]),
-        "length": as_float32(h["learning_rate"]) / bias1,
-        "root": 1.0 / jnp.sqrt(bias2),
+        "eps": as_float32(h["eps"]) * root,
+        "length": as_float32(h["learning_rate"]) * root / bias1,
     }
 
 
@@ -65,10 +73,16 @@ def _adam(g: jax.Array, moments: Moments, s: Scalars) -> tuple[Moments, jax.Arra
     mu, nu = moments
     mu = s["b1"] * mu + s["new1"] * g
     nu = s["b2"] * nu + s["new2"] * (g * g)
-    return (mu, nu), s["length"] * mu / (jnp.sqrt(nu) * s["root"] + s["eps"])
+    return (mu, nu), s["length"] * mu / (jnp.sqrt(nu) + s["eps"])
 
 
-ADAM = UpdateRule("flash_adam", False, lambda h: ("mu", "nu"), _adam_scalars, _adam)
+def _adam_bound(moments: Moments) -> Moments:
+    """Where the square of a gradient overflows, the weight stays, as with Optax, and then hardly moves."""
+    mu, nu = moments
+    return jnp.where(nu <= LARGEST, mu, 0.0), nu
+
+
+ADAM = UpdateRule("flash_adam", False, lambda h: ("mu", "nu"), _adam_scalars, _adam, _adam_bound)
 ADAMW = ADAM._replace(name="flash_adamw", decoupled=True)
 
 
@@ -88,7 +102,7 @@ def _sgd_scalars(h: Mapping[str, Any], count: jax.Array) -> Scalars:
 def _sgd(g: jax.Array, moments: Moments, s: Scalars) -> tuple[Moments, jax.Array]:
     if not moments:
         return (), s["length"] * g
-    mu = s["momentum"] * moments[0] + s["new"] * g
+    mu = bounded(s["momentum"] * moments[0] + s["new"] * g, LARGEST, unless=g)
     return (mu,), s["length"] * (g + s["momentum"] * mu if s["nesterov"] else mu)
 
 
@@ -105,6 +119,8 @@ SGDW = SGD._replace(name="flash_sgdw", decoupled=True)
 
 def _lion_scalars(h: Mapping[str, Any], count: jax.Array) -> Scalars:
     return {
+        "b1": as_float32(h["b1"]),
+        "b2": as_float32(h["b2"]),
         "new1": as_float32(1.0 - h["b1"]),
         "new2": as_float32(1.0 - h["b2"]),
         "length": as_float32(h["learning_rate"]),
@@ -113,7 +129,7 @@ def _lion_scalars(h: Mapping[str, Any], count: jax.Array) -> Scalars:
 
 def _lion(g: jax.Array, moments: Moments, s: Scalars) -> tuple[Moments, jax.Array]:
     (mu,) = moments
-    return (mu + s["new2"] * (g - mu),), s["length"] * jnp.sign(mu + s["new1"] * (g - mu))
+    return (s["b2"] * mu + s["new2"] * g,), s["length"] * jnp.sign(s["b1"] * mu + s["new1"] * g)
 
 
 LION = UpdateRule("flash_lion", True, lambda h: ("mu",), _lion_scalars, _lion)

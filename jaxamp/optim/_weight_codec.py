@@ -4,6 +4,9 @@ The law: `join(*split(x))` is within half a unit of the correction of `x`: for n
 bfloat16 and int8, `2e-6 * |x|` with float16 and int8, and `1.3e-7 * |x|` with int16. The parameter is `x` rounded to
 nearest. A value that the parameter can hold has a correction of zero.
 
+The corrections of bfloat16 and float16 parameters have different units. So that a state tells which it belongs to, the
+bits of a float16's are kept as uint8 or uint16. (In the published format they are signed too.)
+
 The correction is the rounding error, divided by half the distance to the parameter's neighbour, times 127 or 32767.
 That distance is a power of two, given by the parameter's exponent. On GPUs, XLA drops a cast to bfloat16 and back, and
 with it the rounding error, so a value that was just rounded is widened by its bits. A bfloat16 parameter read from
@@ -19,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._moment_codecs import round_to_int
+from ._published_codecs import round_to_int
 
 LOW_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _LARGEST_CORRECTION = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.int16): 32767.0}
+_UNSIGNED = {jnp.dtype(f"int{bits}"): jnp.dtype(f"uint{bits}") for bits in (8, 16)}
+_SIGNED = {unsigned: signed for signed, unsigned in _UNSIGNED.items()}
 _EXPONENT_BITS, _SMALLEST_NORMAL = np.uint32(0x7F800000), np.uint32(0x00800000)
 
 
@@ -41,15 +46,17 @@ class Weight:
     bits: int = 24
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return split(jnp.asarray(x, jnp.float32), self.dtype, correction_dtype(self.bits))
+        return split(jnp.asarray(x, jnp.float32), self.dtype, correction_dtype(self.bits, self.dtype))
 
     def decode(self, low: jax.Array, correction: jax.Array) -> jax.Array:
         return join(low, correction)
 
 
-def check_correction(name: str, leaf_name: str, param: Any, correction: Any, instead: str) -> None:
+def check_correction(
+    name: str, leaf_name: str, param: Any, correction: Any, instead: str, *, is_published: bool
+) -> None:
     """Raise an error if a correction can't belong to a parameter."""
-    check_low_dtype(name, leaf_name, param, correction)
+    check_low_dtype(name, leaf_name, param, correction, is_published=is_published)
     if correction is None or correction.shape == param.shape:
         return
     raise ValueError(
@@ -58,8 +65,20 @@ def check_correction(name: str, leaf_name: str, param: Any, correction: Any, ins
     )
 
 
-def check_low_dtype(name: str, leaf_name: str, param: Any, correction: Any) -> None:
-    """Raise an error if a parameter with a correction is no longer bfloat16 or float16."""
+def check_low_dtype(name: str, leaf_name: str, param: Any, correction: Any, *, is_published: bool) -> None:
+    """Raise an error if a parameter with a correction is no longer of the dtype that the correction was made for.
+
+    In the published format, a signed correction may belong to either.
+    """
+    made_for = None
+    if correction is not None and not (is_published and correction.dtype in _UNSIGNED):
+        made_for = jnp.dtype(jnp.float16 if correction.dtype in _SIGNED else jnp.bfloat16)
+    if made_for and param.dtype in LOW_DTYPES and param.dtype != made_for:
+        raise ValueError(
+            f"{name} got {leaf_name!r} in {param.dtype} and a correction that was made for {made_for}; expected "
+            f"{made_for}, as when the state was made. Pass the parameters that belong to the state, or convert both "
+            "with jaxamp.optim.to_float32 and from_float32."
+        )
     if correction is not None and param.dtype not in LOW_DTYPES:
         raise ValueError(
             f"{name} got {leaf_name!r} in {param.dtype} and a correction for it; expected bfloat16 or float16, as when "
@@ -68,8 +87,10 @@ def check_low_dtype(name: str, leaf_name: str, param: Any, correction: Any) -> N
         )
 
 
-def correction_dtype(bits: int) -> jnp.dtype:
-    return jnp.dtype(jnp.int8 if bits == 24 else jnp.int16)
+def correction_dtype(bits: int, dtype: Any) -> jnp.dtype:
+    """The dtype of the correction that makes a parameter of `dtype` a weight of `bits` bits."""
+    signed = jnp.dtype(jnp.int8 if bits == 24 else jnp.int16)
+    return _UNSIGNED[signed] if jnp.dtype(dtype) == jnp.float16 else signed
 
 
 def widen(low: jax.Array) -> jax.Array:
@@ -109,6 +130,8 @@ def join(low: jax.Array, correction: jax.Array | None) -> jax.Array:
     wide = widen(low)
     if correction is None:
         return wide
+    if correction.dtype in _SIGNED:
+        correction = lax.bitcast_convert_type(correction, _SIGNED[correction.dtype])
     unit = np.float32(_half_unit(low.dtype) / _LARGEST_CORRECTION[correction.dtype])
     return wide + correction.astype(jnp.float32) * (unit * _float_from_bits(_power_of_two_bits(wide, low.dtype)))
 
@@ -138,11 +161,13 @@ def change_and_correction(param: jax.Array, new: jax.Array, correction: Any) -> 
 
 def correction_for(x: jax.Array, wide: jax.Array, dtype: Any, correction: Any, *, clamp: bool = False) -> jax.Array:
     """The correction that leads from a parameter, in float32 `wide`, to `x`; `clamp` if `x` may be out of reach."""
-    largest = _LARGEST_CORRECTION[jnp.dtype(correction)]
+    signed = _SIGNED.get(jnp.dtype(correction), jnp.dtype(correction))
+    largest = _LARGEST_CORRECTION[signed]
     # The bits of 2**(1 - exponent), twice the reciprocal of the power. Half a unit is the power times `_half_unit`.
     reciprocal = _float_from_bits(_EXPONENT_BITS - _power_of_two_bits(wide, dtype))
     error = (x - wide) * reciprocal * np.float32(largest / 2 / _half_unit(dtype))
-    return round_to_int(jnp.clip(error, -largest, largest) if clamp else error, jnp.dtype(correction))
+    rounded = round_to_int(jnp.clip(error, -largest, largest) if clamp else error, signed)
+    return rounded if signed == correction else lax.bitcast_convert_type(rounded, correction)
 
 
 def _half_unit(dtype: Any) -> float:

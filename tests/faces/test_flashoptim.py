@@ -13,7 +13,7 @@ from side_by_side import assert_accepts
 
 from jaxamp import flashoptim
 from jaxamp.flashoptim import compression, quantization
-from jaxamp.optim._moment_codecs import round_to_int
+from jaxamp.optim._published_codecs import round_to_int
 
 CONSTRUCTORS = "flash_adam flash_adamw flash_sgd flash_sgdw flash_lion".split()
 STEPS = 50

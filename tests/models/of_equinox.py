@@ -131,7 +131,7 @@ def field(width: int, out: int, key: Any) -> Any:
 CHECKPOINTS = "what is kept are the solver's checkpoints of its state, the float32 carry of a loop"
 
 
-@model("diffrax", "neural ODE", "diffrax", quick=True, kept=CHECKPOINTS)
+@model("diffrax", "neural ODE", "diffrax", quick=True, kept=CHECKPOINTS, trace=RULES)
 def neural_ode() -> Model:
     """As in diffrax' documentation: an MLP, Tsit5 with adaptive steps, vmapped over the batch."""
     import diffrax
@@ -151,7 +151,7 @@ def neural_ode() -> Model:
     return make(field(16, 16, jax.random.key(0)), loss, (normal(0, 16, 16), normal(1, 16, 8, 16)))
 
 
-@model("diffrax", "neural CDE", "diffrax", kept=CHECKPOINTS)
+@model("diffrax", "neural CDE", "diffrax", kept=CHECKPOINTS, trace=RULES)
 def neural_cde() -> Model:
     """As in diffrax' documentation: a controlled equation along splines through the data."""
     import diffrax

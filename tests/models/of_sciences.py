@@ -98,7 +98,6 @@ def e3nn() -> Model:
 
 # -- optimal transport
 
-RULES = "a large function with its own backward rule is traced as it is written, and again as it is run"
 
 
 @model("ott-jax", "Sinkhorn divergence", "ott", "flax", trace=RULES)
@@ -146,10 +145,7 @@ def unet() -> Model:
 # -- probability
 
 
-LIKELIHOOD = "the likelihood after the last matmul is kept in float32; keep='matmuls' keeps 0.23"
-
-
-@model("numpyro", "VAE", "numpyro", "flax", kept=LIKELIHOOD)
+@model("numpyro", "VAE", "numpyro", "flax")
 def vae() -> Model:
     """The variational autoencoder of numpyro's examples, as its SVI would train it."""
     import flax.linen as nn
@@ -217,7 +213,7 @@ def spline_flow() -> Model:
 CHOLESKY = "the kernel matrix, its decomposition and the derivative of that stay in float32"
 
 
-@model("tinygp", "deep kernel", "tinygp", "flax", share=CHOLESKY, kept=CHOLESKY)
+@model("tinygp", "deep kernel", "tinygp", "flax", share=CHOLESKY)
 def deep_kernel() -> Model:
     """A Gaussian process over the features of an MLP, as in tinygp's documentation."""
     import flax.linen as nn

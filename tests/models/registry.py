@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 Loss = Callable[..., Any]  # (params, state, batch) -> (loss, new state)
 LAWS = ("gradient", "own", "share", "kept", "state", "training")
 TRACE = "trace"  # the law about the time to trace, which is asserted only if asked for
+RULES = "a large function with its own backward rule is traced as it is written, and again as it is run"
 
 
 class Model(NamedTuple):

@@ -55,7 +55,7 @@ def test_equinox_restores_every_bit(run, tmp_path):
 def test_plain_arrays_restore_every_bit(run, tmp_path):
     _, params, state = run
     arrays = optim.to_arrays(params, state)
-    assert int(arrays["format"]) == 1
+    assert int(arrays["format"]) == 2
     assert {"params/low/w", "mu/low/w", "nu/low/w", "scales/low/w", "correction/low/w"} <= set(arrays)
     assert "correction/full/w" not in arrays
     # NumPy's files know no bfloat16: its bits.
@@ -68,9 +68,9 @@ def test_plain_arrays_restore_every_bit(run, tmp_path):
 def test_arrays_of_another_tree_or_format_are_refused(run):
     _, params, state = run
     arrays = optim.to_arrays(params, state)
-    with raises(ValueError, "from_arrays got format 2; expected format 1", "Pass what to_arrays"):
-        optim.from_arrays({**arrays, "format": 2}, params)
-    with raises(ValueError, "from_arrays got no format; expected format 1"):
+    with raises(ValueError, "from_arrays got format 1; expected format 2", "Pass what to_arrays"):
+        optim.from_arrays({**arrays, "format": 1}, params)
+    with raises(ValueError, "from_arrays got no format; expected format 2"):
         optim.from_arrays({}, params)
     with raises(ValueError, "from_arrays got no array 'params/other'; expected one for each leaf", "Pass the"):
         optim.from_arrays(arrays, {**params, "other": jnp.ones(3)})
@@ -87,7 +87,7 @@ def test_arrays_without_a_count_and_names_that_two_leaves_have_are_refused():
     with raises(TypeError, "to_arrays got tuple as the state; expected a FlashState", "Pass what"):
         optim.to_arrays(params, ())
     with raises(ValueError, "from_arrays got no array 'count'; expected the number of steps", "Pass everything"):
-        optim.from_arrays({"format": 1}, {})
+        optim.from_arrays({"format": 2}, {})
 
 
 def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(tmp_path):
@@ -105,7 +105,14 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "storage", [Storage(), Storage(scales="float16"), Storage(quantize=False), Storage(layout="rows")]
+    "storage",
+    [
+        Storage(),
+        Storage(scales="float16"),
+        Storage(codes="published"),
+        Storage(quantize=False),
+        Storage(layout="rows"),
+    ],
 )
 def test_float32_and_back_is_the_same_state(storage):
     optimizer = optim.flash_adamw(1e-2, storage=storage)
@@ -135,7 +142,7 @@ def test_moments_of_optax_come_in_and_go_out():
     expected = optax.apply_updates(theirs, updates)
     assert distance(got, expected) <= 0.02 * distance(expected, theirs)
     out = jax.jit(lambda p, s: optim.to_float32(ours, p, s))(low, compressed)
-    assert distance(out.mu, adam.mu) <= 0.01 * distance(adam.mu, jax.tree.map(jnp.zeros_like, adam.mu))
+    assert distance(out.mu, adam.mu) <= 0.02 * distance(adam.mu, jax.tree.map(jnp.zeros_like, adam.mu))
     fresh, state = compress(optim.Float32(0, theirs, None, None))
     assert_same_bits((fresh, state), (theirs, ours.init(params)))
 
@@ -172,7 +179,7 @@ def test_float32_is_stored_as_the_optimizer_stores_it():
     weights = {"w": np.ones(32, np.float32), "empty": np.zeros((0, 3), np.float32), "none": None}
     moments = {**weights, "w": np.float32([1.0] + [1e-12] * 31)}
     for floor in (True, False):
-        optimizer = optim.flash_adamw(1e-3, storage=Storage(variance_floor=floor))
+        optimizer = optim.flash_adamw(1e-3, storage=Storage(variance_floor=floor, codes="published"))
         restore = jax.jit(lambda f, optimizer=optimizer: optim.from_float32(optimizer, f, like))
         params, state = restore(optim.Float32(0, weights, moments, moments))
         assert params["w"].dtype == BF16
@@ -195,8 +202,8 @@ def test_layouts_convert_and_any_is_stepped():
     read = jax.jit(lambda s: optim.to_float32(optimizer, params, s))
     moments = [read(x) for x in (state, rows)]
     zeros = jax.tree.map(np.zeros_like, moments[0].mu)
-    assert distance(moments[1].mu, moments[0].mu) < 0.01 * distance(moments[0].mu, zeros)
-    assert distance(moments[1].nu, moments[0].nu) < 0.01 * distance(moments[0].nu, zeros)
+    assert distance(moments[1].mu, moments[0].mu) < 0.02 * distance(moments[0].mu, zeros)
+    assert distance(moments[1].nu, moments[0].nu) < 0.02 * distance(moments[0].nu, zeros)
     step = jax.jit(optimizer.step)
     results = [step(params, x, gradients(params, 3)) for x in (state, rows)]
     assert distance(results[0][0], results[1][0]) < 0.02 * distance(results[0][0], params)
