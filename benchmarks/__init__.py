@@ -13,6 +13,7 @@ RESULTS.md:
     python -m benchmarks.compile_time --json results/compile_time.json
     python -m benchmarks.scaler --json results/scaler.json
     python -m benchmarks.optimizer --json results/optimizer.json
+    python -m benchmarks.step_length --json results/step_length.json
     python -m benchmarks.report_time --json results/report_time.json
     python -m benchmarks.write_results results
 """

@@ -57,6 +57,26 @@ def save_growth(rows: Rows, path: Path) -> str:
     return _save(figure, path)
 
 
+def save_step_lengths(rows: Rows, path: Path) -> str:
+    """Curves over steps, a panel for each change of the gradient."""
+    if find_spec("matplotlib") is None:
+        return f"no picture {path.name}: matplotlib is not installed"
+    changes = list(dict.fromkeys(row["change"] for row in rows))
+    figure, axes = _figure(len(changes), 8, 5)
+    for axis, change in zip(axes, changes, strict=True):
+        for row in (row for row in rows if row["change"] == change):
+            steps = [row["window"] * (i + 1) for i in range(len(row["curve"]))]
+            style = "--" if row["side"] == "float32" else "-"
+            axis.plot(steps, row["curve"], style, color=colour(row), label=row["title"])
+        axis.set_title(f"gradient {change}", fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("steps after the change")
+        axis.set_ylabel("step / learning rate")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return _save(figure, path)
+
+
 def _curves(rows: Rows) -> Iterable[Rows]:
     for side in dict.fromkeys(row["side"] for row in rows):
         yield [row for row in rows if row["side"] == side]

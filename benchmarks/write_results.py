@@ -14,11 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._pictures import save_growth, save_steps
+from ._pictures import save_growth, save_step_lengths, save_steps
 from ._tables import markdown
 
 # In the order of RESULTS.md.
-QUESTIONS = "train_step passes kernels memory growth matmul compile_time scaler optimizer report_time".split()
+QUESTIONS = (
+    "train_step passes kernels memory growth matmul compile_time scaler optimizer step_length report_time".split()
+)
 TABLES = {  # the keys that the rows of a table share, and the name of the table
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
     "passes": (("network", "layers"), "{network}, layers {layers}"),
@@ -79,6 +81,8 @@ def pictures(section: Section, folder: Path) -> list[str]:
     said = []
     if section.question == "growth":
         said.append(save_growth(section.rows, folder / "growth.png"))
+    if section.question == "step_length":
+        said.append(save_step_lengths(section.rows, folder / "step_length.png"))
     if section.question == "train_step":
         for name, rows in tables(section):
             said.append(save_steps(rows, folder / f"step_{re.sub('[^a-z]+', '_', name.replace('layers', ''))}.png"))

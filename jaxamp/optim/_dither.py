@@ -24,7 +24,7 @@ from jax import lax
 
 from ._groups import Groups
 
-DITHER_BITS = 20  # the bits of a float32 that a code with three bits of mantissa drops
+DITHER_BITS = 21  # the bits of a float32 that the coarsest codes drop: they have two bits of mantissa
 GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio
 
 

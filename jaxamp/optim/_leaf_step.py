@@ -98,9 +98,7 @@ def step_leaf(
     view = _view_in_groups(Leaf(param, grad, state, groups))
     moments, weight, length = _advance(context, view)
     up = dither(context.count, groups) if context.storage.dither else None
-    codes = (
-        codec.encode(m, groups.spread(top), up) for codec, m, top in zip(codecs, context.rule.bound(moments), tops)
-    )
+    codes = (codec.encode(m, groups.spread(top), up) for codec, m, top in zip(codecs, moments, tops))
     out, correction = _write_weight(context, view, weight, length)
     new = view.state._replace(correction=correction, **dict(zip(("mu", "nu"), codes)))
     out, new = _keep_old_unless_ok(context, view, out, new)
@@ -113,8 +111,12 @@ def step_leaf(
 
 
 def stack_scales(codecs: tuple[Codec, ...], tops: Sequence[jax.Array]) -> jax.Array:
-    """The scales of all moments as one float32 array, not yet in their stored format."""
-    return jnp.stack([codec.scale(top) for codec, top in zip(codecs, tops)])
+    """The scales of all moments as one float32 array, not yet in their stored format.
+
+    Where a second moment overflows, the first moments of its group become zero, as `UpdateRule.bound` says.
+    """
+    momentum, *variance = (codec.scale(top) for codec, top in zip(codecs, tops))
+    return jnp.stack([momentum, *variance] if not variance else [jnp.where(tops[1] > 0.0, momentum, 0.0), *variance])
 
 
 def decode_moments(state: LeafState, codecs: tuple[Codec, ...], groups: Groups) -> Moments:

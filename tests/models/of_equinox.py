@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .data import cross_entropy, labels, normal, tokens, without_state
-from .registry import Model, model
+from .registry import RULES, Model, model
 
 
 def make(module: Any, loss: Any, batch: Any) -> Model:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .data import cross_entropy, labels, normal, tokens, without_state
 from .of_flax import nnx_model
-from .registry import Model, model
+from .registry import RULES, Model, model
 
 # -- graphs and symmetries
 
@@ -97,7 +97,6 @@ def e3nn() -> Model:
 
 
 # -- optimal transport
-
 
 
 @model("ott-jax", "Sinkhorn divergence", "ott", "flax", trace=RULES)
