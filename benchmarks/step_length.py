@@ -33,6 +33,7 @@ COLUMNS = (
     Column("gradient", "change"),
     Column("side", "title"),
     *(Column(f"after {moment}", moment, number(2)) for moment in MOMENTS),
+    Column("ratio to float32", "ratio", number(2, "x")),
 )
 
 
@@ -62,14 +63,17 @@ def measure(change: tuple[float, float, float], first: int, then: int, window: i
         figures = {moment: float(means[i]) for moment, i in zip(MOMENTS, at, strict=True)}
         curve = [float(x) for x in means[first // window :]]
         rows.append({"change": name, "side": side, "title": title, "window": window, "curve": curve, **figures})
-    return rows
+    return [{**row, "ratio": row[MOMENTS[-1]] / rows[0][MOMENTS[-1]]} for row in rows]
 
 
 def main() -> None:
     options = parser(__doc__, "few steps").parse_args()
     first, then, window = (60, 60, 10) if options.small else (2000, 6000, 50)
     rows = [row for change in CHANGES for row in measure(change, first, then, window)]
-    notes = [f"Mean length of a step over the learning rate, in {window} steps, after a part of {then} more steps."]
+    notes = [
+        f"Mean length of a step over the learning rate, in {window} steps, after a part of {then} more steps.",
+        "Ratio: at the end.",
+    ]
     publish("step_length", COLUMNS, rows, notes, options.json)
 
 

@@ -74,13 +74,20 @@ def cast_floating(tree: Tree, dtype: Any) -> Tree:
     >>> cast_floating({"w": jnp.ones(2), "step": jnp.int32(3), "name": "mlp"}, jnp.bfloat16)
     {'name': 'mlp', 'step': Array(3, dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"cast_floating got the dtype {dtype}; expected a float. Write cast_floating(tree, jnp.bfloat16), and "
-            "cast to other types with jax.tree.map."
-        )
+    instead = "Write cast_floating(tree, jnp.bfloat16), and cast to other types with jax.tree.map."
+    dtype = checked_float_dtype("cast_floating", dtype, instead)
     return jax.tree.map(lambda x: _cast_if_float(x, dtype), tree)
+
+
+def checked_float_dtype(name: str, dtype: Any, instead: str) -> np.dtype:
+    """Return a dtype that the user passed; an error in the name of `name` if it is not a float."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)  # `jnp.dtype(None)` is float64
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name} got the dtype {repr(dtype) if found is None else found}; expected a float. {instead}")
+    return found
 
 
 def cast_floating_like(tree: Tree, like: Any) -> Tree:

@@ -141,3 +141,9 @@ def test_tree_where_refuses_leaves_it_cannot_select():
 def test_tree_where_refuses_a_condition_that_is_not_one_bool(pred):
     with pytest.raises(TypeError, match=r"got a condition of shape .*; expected one bool. Write tree_where"):
         jaxamp.tree_where(pred, jnp.ones(1), jnp.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", [None, "float33", jnp.int8])
+def test_a_cast_to_no_float_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"cast_floating got the dtype .*; expected a float. Write cast_floating"):
+        jaxamp.cast_floating({"w": jnp.ones(2)}, dtype)

@@ -69,7 +69,7 @@ def _report(options: argparse.Namespace) -> Answer:
         report = _trace(options)
     if options.html is not None:
         _save(report, options.html)
-    problems = list(problems_of(report, options.low or "*", options.max_casts, None, False, None))
+    problems = list(problems_of(report, options.low or ["*"], options.max_casts, None, False, None))
     data = report.to_dict() | {"problems": problems if options.check else None}
     text = render_report(report, limit=options.limit, colour=is_colourful(), more="--limit all")
     if not options.check or not problems:
@@ -110,9 +110,6 @@ def _compute_dtype(text: str | None) -> np.dtype | None:
 def _load_policy(text: str) -> Policy:
     try:
         return load_policy(text)
-    except UnicodeDecodeError as error:
-        message = f"got the table {text!r}, which is not UTF-8 text; expected a TOML table. Save it as UTF-8."
-        raise CommandError(message) from error
     except (FileNotFoundError, ValueError) as error:
         message = str(error)
         python_name = "amp_policy is "

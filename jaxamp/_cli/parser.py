@@ -56,7 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_report_options(report: argparse.ArgumentParser) -> None:
-    report.add_argument("target", metavar="MODULE:FUNCTION", help="the function that you would pass to jaxamp.amp")
+    report.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="the function that you would pass to jaxamp.amp; its module is imported, which runs the module's code",
+    )
     report.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="its arguments, see below")
     report.add_argument("--policy", metavar="P", default="default", help="a preset or a table (default: %(default)s)")
     _add_dtype(report, "the compute dtype (default: %(default)s)", default="float16")

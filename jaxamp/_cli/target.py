@@ -66,8 +66,12 @@ def load_function(target: str) -> Callable[..., Any]:
     name, colon, path = target.partition(":")
     parts = path.split(".")
     if name.endswith(".py") or "/" in name:
-        module = name.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
-        raise CommandError(f"got the target {target!r}; expected {_FORM}. Write '{module}:{path or 'function'}'.")
+        file = Path(name)
+        if file.is_absolute() or ".." in file.parts:
+            instead = f"Change to the folder of {file.name!r}, and write '{file.stem}:{path or 'function'}'."
+        else:
+            instead = f"Write '{'.'.join(file.with_suffix('').parts)}:{path or 'function'}'."
+        raise CommandError(f"got the target {target!r}; expected {_FORM}. {instead}")
     if not all(part.isidentifier() for part in name.split(".")) or not all(part.isidentifier() for part in parts):
         head, _, tail = name.rpartition(".")
         instead = f"{head}:{tail}" if head and not colon else "package.module:function"

@@ -1,6 +1,6 @@
 """The checks behind `AmpReport.check` and `assert_mixed`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .._policy.scopes import covers
@@ -10,7 +10,7 @@ from .report_data import ReportData
 
 def problems_of(
     report: ReportData,
-    low: str | Iterable[str],
+    globs: Sequence[str],
     max_casts: int | None,
     max_cast_bytes: int | None,
     allow_unmatched: bool,
@@ -19,7 +19,6 @@ def problems_of(
     """The problems of a report, one line each. See `AmpReport.check`."""
     if report.backward_error is not None:
         yield no_gradient(report.backward_error)
-    globs = [low] if isinstance(low, str) else list(low)
     for glob in globs:
         if glob != "*" and not any(_is_in(row.scope, glob) for row in report.matmuls):
             yield f"no matmul is in a scope that matches {glob!r}"
@@ -39,6 +38,26 @@ def problems_of(
         yield from (f"the policy's key {key!r} matched nothing" for key in report.unmatched)
 
 
+def check_arguments(name: str, args: Any) -> None:
+    """Check that a function's arguments are a list or a tuple, and not a single array."""
+    if not isinstance(args, list | tuple):
+        raise TypeError(
+            f"{name} got arguments of type {type(args).__name__}; expected a tuple of all arguments. Write "
+            f"{name}(fn, (x,)) for a function of one."
+        )
+
+
+def checked_globs(low: Any, **limits: Any) -> list[str]:
+    """Check what `AmpReport.check` is asked for, and return the globs as a list."""
+    globs = [low] if isinstance(low, str) else [*low] if isinstance(low, Iterable) else [low]
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"check got low={low!r}; expected a glob over scopes, or several. Write low='*'.")
+    for name, value in limits.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"check got {name}={value!r}; expected a number. Write {name}=0.")
+    return globs
+
+
 def no_gradient(error: str) -> str:
     """The text for a backward pass that can't be traced."""
     return f"the backward pass can't be traced, so it was not checked: {error}. If none is wanted, pass backward=False"
@@ -49,7 +68,7 @@ def list_problems(name: str, problems: Iterable[str]) -> str:
     return "\n- ".join([f"{name} is not mixed as asked:", *problems])
 
 
-def _problems_of_compiled(found: list[CompiledMatmul], globs: list[str], dtype: str) -> Iterator[str]:
+def _problems_of_compiled(found: list[CompiledMatmul], globs: Sequence[str], dtype: str) -> Iterator[str]:
     for glob in globs:
         if not any(_is_in(row.scope, glob) for row in found):
             yield f"the compiled program has no matmul in a scope that matches {glob!r}"

@@ -21,7 +21,7 @@ from .._transform.amp import plan_call
 from .._transform.call import split_call
 from .._transform.ledger import Ledger
 from .._transform.options import Options, PolicyLike, check_function, check_options
-from .check import no_gradient
+from .check import check_arguments, no_gradient
 from .comparison import GRADIENTS, Compared, Comparison, error_of
 from .location import Place
 from .magnified import Trails
@@ -143,6 +143,9 @@ def assert_amp_close(
     >>> import jax.numpy as jnp
     >>> assert_amp_close(lambda w, x: jnp.sum(x @ w), (jnp.ones((4, 4)), jnp.ones((2, 4))))
     """
+    check_arguments("assert_amp_close", args)
+    if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not rtol >= 0:
+        raise TypeError(f"assert_amp_close got rtol={rtol!r}; expected a number, 0 or more. Write rtol=0.05.")
     found = compare(fn, **amp_options)(*args, dynamic_scaler_state=dynamic_scaler_state)
     rows = [("result", row) for row in found.results] + [("gradient", row) for row in found.gradients]
     far = [

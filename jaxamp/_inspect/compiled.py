@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+_LOWERED = re.compile(r"^module @|\b(?:stablehlo|func)\.", re.MULTILINE)
 _DTYPE_NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # A line: `%dot.3 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}`
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
@@ -36,7 +37,14 @@ def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
     >>> [row.operands for row in compiled_matmuls(compiled)]
     [('float32', 'float32')]
     """
-    return list(_matmuls(compiled if isinstance(compiled, str) else compiled.as_text()))
+    text = compiled if isinstance(compiled, str) else getattr(compiled, "as_text", lambda: None)()
+    if not isinstance(text, str) or _LOWERED.search(text):
+        given = "text" if isinstance(compiled, str) else f"{type(compiled).__name__}"
+        raise TypeError(
+            f"compiled_matmuls got {given} that is not a compiled program; expected what XLA made of one. Write "
+            "compiled_matmuls(jax.jit(fn).lower(...).compile())."
+        )
+    return list(_matmuls(text))
 
 
 def _matmuls(text: str) -> Iterator[CompiledMatmul]:

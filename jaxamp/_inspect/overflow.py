@@ -10,7 +10,7 @@ The call is run equation by equation, forwards and backwards, and each result is
 The report also says whether it reached the results: a mask may have removed it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from .._scaling.state import DynamicScalerState, check_state
 from .._transform.options import PolicyLike, check_function, check_options
 from .location import Place
 from .overflow_report import Event, OverflowReport
-from .probe import Probe, all_finite
+from .probe import Probe, all_finite, has_nan
 from .program import Program, Pullbacks, program_of
 from .pullback import Pullback
 from .walk import Walker
@@ -80,7 +80,10 @@ def find_overflow(
         bad = sum(not bool(all_finite(x)) for x in program.arrays if is_float(x))
         notes += [f"{bad} of the arguments' arrays are not finite to begin with"] if bad else []
         forward = pullbacks[0].forward if pullbacks else program.mixed
-        events, outs = _probed(program, underflow, "forward", forward, program.arrays)
+        events, outs, constants = _probed(program, underflow, "forward", forward, program.arrays)
+        closed_over = sum(map(has_nan, _constants(program.written)))
+        notes += [f"{closed_over} of the arrays that the function closes over have a NaN"] if closed_over else []
+        notes += [f"a constant that is NaN is read by {where}" for where in constants]
         gradients: list[Any] = []
         scale = None if dynamic_scaler_state is None else float(dynamic_scaler_state.scaler)
         for pullback in pullbacks:
@@ -104,13 +107,23 @@ def find_overflow(
     return find
 
 
+def _constants(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The arrays that a program closes over, also inside of jitted functions and loops."""
+    yield from getattr(jaxpr, "consts", ())
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, list | tuple) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _constants(inner)
+
+
 def _probed(
     program: Program, underflow: float, phase: str, jaxpr: Jaxpr, operands: Sequence[Any]
-) -> tuple[list[Event], list[Any]]:
-    """The events of a run, and its results."""
+) -> tuple[list[Event], list[Any], list[str]]:
+    """The events of a run, its results, and where constants that are NaN are read."""
     probe = Probe(program, underflow)
     outs = Walker(program.ledger, probe.look).run(jaxpr, operands, Place(phase, program.path))
-    return probe.events, outs
+    return probe.events, outs, list(probe.constants)
 
 
 def _probed_backward(
@@ -120,7 +133,7 @@ def _probed_backward(
     outs, kept = forward[: pullback.results], forward[pullback.results :]
 
     def at(scale: float) -> tuple[list[Event], list[Any]]:
-        return _probed(program, underflow, "backward", pullback.jaxpr, [*kept, *pullback.seeds(outs, scale)])
+        return _probed(program, underflow, "backward", pullback.jaxpr, [*kept, *pullback.seeds(outs, scale)])[:2]
 
     events, gradients = at(1.0 if scale is None else scale)
     if scale is None:

@@ -26,8 +26,11 @@ class Probe:
         self._ledger, self._low = program.ledger, program.compute_dtype
         self._underflow = underflow
         self._found: dict[tuple[Any, ...], tuple[Event, dict[tuple[int, ...], None]]] = {}
+        self.constants: dict[str, None] = {}  # where a constant that is NaN is read, as text
 
     def look(self, eqn: Any, place: Place, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+        if any(is_constant(x) and has_nan(x.val) for x in eqn.invars):
+            self.constants[f"{shown_name(eqn.primitive)} ({place.source or 'source unknown'})"] = None
         reader = self._reader_of_clamped(eqn, place)
         if reader is not None and (beyond := int(_finite_beyond(ins[1], ins[2]))):
             self._add("clamped", reader, place, ins[1:2], outs[0].size, self._low, beyond)
@@ -83,6 +86,15 @@ class Probe:
     @property
     def events(self) -> list[Event]:
         return [event._replace(again=tuple(rounds)[1:]) for event, rounds in self._found.values()]
+
+
+def is_constant(x: Any) -> bool:
+    """Whether an operand is written in the program itself."""
+    return hasattr(x, "val")
+
+
+def has_nan(x: Any) -> bool:
+    return is_float(x) and bool(np.isnan(np.asarray(x, np.float32)).any())
 
 
 @jax.jit

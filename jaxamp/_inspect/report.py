@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._plan.residuals import Keep
 from .._transform.options import PolicyLike, check_function, check_options
-from .check import list_problems, problems_of
+from .check import check_arguments, checked_globs, list_problems, problems_of
 from .html import page_of
 from .kept import BytesKept
 from .location import Place
@@ -68,7 +68,8 @@ class AmpReport(ReportData):
             compiled: A compiled program, from `jax.jit(step).lower(...).compile()`. Its matmuls in these scopes must
                 multiply in the compute dtype too. On a CPU they don't.
         """
-        found = list(problems_of(self, low, max_casts, max_cast_bytes, allow_unmatched, compiled))
+        globs = checked_globs(low, max_casts=max_casts, max_cast_bytes=max_cast_bytes)
+        found = list(problems_of(self, globs, max_casts, max_cast_bytes, allow_unmatched, compiled))
         if found:
             raise AssertionError(list_problems(self.name, found))
 
@@ -181,6 +182,7 @@ def assert_mixed(
     ...     print(str(error).splitlines()[1].partition(" (")[0])
     - forward dot_general in float32, not in float16: scope 'amp_stop'
     """
+    check_arguments("assert_mixed", args)
     amp_report(fn, **amp_options)(*args).check(
         low=low,
         max_casts=max_casts,

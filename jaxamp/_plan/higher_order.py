@@ -104,6 +104,12 @@ def register_higher_order(
             f"register_higher_order got {primitive!r}, of type {type(primitive).__name__}; expected a primitive. "
             "Write for example register_higher_order(my_call_p)."
         )
+    if not (isinstance(jaxpr, str) or callable(jaxpr)) or not (evaluate is None or callable(evaluate)):
+        given = f"jaxpr={jaxpr!r}" if evaluate is None or callable(evaluate) else f"evaluate={evaluate!r}"
+        raise TypeError(
+            f"register_higher_order got {given}; expected the name of a parameter or a function. Write for example "
+            "register_higher_order(my_call_p, 'call_jaxpr')."
+        )
     if isinstance(jaxpr, str):
         _REGISTERED[primitive] = HigherOrder(call(jaxpr), rebind, evaluate or evaluate_supposed_call(jaxpr))
     else:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._formats import cast, is_float, may_lower
+from .._tree import checked_float_dtype
 
 Rule = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
 
@@ -92,12 +93,7 @@ def use_inferred_precision(
 
 def use_precision(dtype: Any) -> Rule:
     """A rule that runs the operation in `dtype`, whatever the compute dtype is."""
-    try:
-        target = jnp.dtype(dtype)
-    except TypeError:
-        raise TypeError(
-            f"use_precision got {dtype!r}; expected a float dtype. Write for example use_precision(jnp.float32)."
-        ) from None
+    target = checked_float_dtype("use_precision", dtype, "Write for example use_precision(jnp.float32).")
 
     def use_given_precision(
         compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any

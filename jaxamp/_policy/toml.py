@@ -29,6 +29,7 @@ from .lookup import PINS, Key, Policy
 from .rules import WORDS, ByTarget, Rule, use_original_precision
 
 _TARGETS = ("float16", "bfloat16")
+_LONGEST_CHAIN = 50  # of tables that extend one another
 
 
 def _folder() -> Path:
@@ -52,7 +53,7 @@ class Header(NamedTuple):
 def header(policy: str) -> Header:
     """The header of a preset's table, or of the table at a path."""
     path = _folder() / f"{policy}.toml" if policy in presets() else Path(policy)
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    data = _parse_toml(str(path), _read(path))
     return Header(str(data.get("description", "")), data.get("extends"))
 
 
@@ -132,17 +133,16 @@ def _base(table: _Table, extends: Any) -> Policy:
         return load_preset(extends)
     if (table.folder / extends).resolve() in table.chain:
         table.fail(extends, "a table that doesn't extend itself", ' Write extends = "default".')
+    if len(table.chain) > _LONGEST_CHAIN:
+        table.fail(extends, f"at most {_LONGEST_CHAIN} tables that extend one another", ' Write extends = "default".')
+    if not extends.endswith(".toml") or not (table.folder / extends).is_file():
+        known = f"the presets are {', '.join(presets())}"
+        table.fail(extends, f"a preset's name or the path of a table; {known}", nearest(extends, presets()))
     return load_table(table.folder / extends, table.chain)
 
 
 def _parse(table: _Table) -> dict[Key, Rule]:
-    try:
-        data = tomllib.loads(table.text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(
-            f"{table.name}: not a TOML table: {error}. Expected sections [rules] and [scopes]; "
-            "`python -m pydoc jaxamp._policy.toml` shows the form."
-        ) from None
+    data = _parse_toml(table.name, table.text)
     for section in data:
         if section not in ("extends", "description", "rules", "scopes"):
             table.fail(
@@ -169,6 +169,29 @@ def _parse(table: _Table) -> dict[Key, Rule]:
     return policy
 
 
+def _read(path: Path) -> str:
+    """The text of a table. A byte-order mark, which some editors write, is left out."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not UTF-8 text; expected a policy table. Save it as UTF-8."
+        ) from None
+
+
+def _parse_toml(name: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    raise ValueError(
+        f"{name}: not a TOML table: {problem}; expected sections [rules] and [scopes]. "
+        "`python -m pydoc jaxamp._policy.toml` shows the form."
+    )
+
+
 @functools.cache
 def load_preset(name: str) -> Policy:
     """The policy of a preset."""
@@ -183,4 +206,4 @@ def load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
             f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
             "Write its path, or a preset's name: " + ", ".join(presets()) + "."
         )
-    return MappingProxyType(_parse(_Table(str(path), path.read_text(encoding="utf-8"), (*chain, path.resolve()))))
+    return MappingProxyType(_parse(_Table(str(path), _read(path), (*chain, path.resolve()))))

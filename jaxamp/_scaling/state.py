@@ -41,7 +41,7 @@ class DynamicScalerState(NamedTuple):
     starts from Python numbers is traced a second time when they come back as arrays.
 
     Attributes:
-        patience: How many finite steps to wait before the one that raises the scale.
+        patience: How many finite steps to wait before the one that raises the scale; with 0, each of them does.
         adjust_factor: The scale is raised by this factor.
         scaler: The loss scale of the next step.
         count: Finite steps since the scale last changed.
@@ -137,10 +137,11 @@ class DynamicScalerState(NamedTuple):
         cls, name: str, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
     ) -> Self:
         """A scheme whose `interval` between raises includes the raising step, which `patience` does not count."""
-        if not interval >= 2:
+        if isinstance(interval, bool) or not isinstance(interval, int | np.integer) or interval < 1:
             raise ValueError(
-                f"{name} got an interval of {interval!r} between two raises of the scale; expected at least 2 steps. "
-                f"Leave it out for the scheme's default, as in DynamicScalerState.{name}()."
+                f"DynamicScalerState.{name} got an interval of {interval!r} between two raises of the scale; expected "
+                f"a whole number of steps, 1 or more. Leave it out for the scheme's default, as in "
+                f"DynamicScalerState.{name}()."
             )
         return _as_numpy(
             name,
@@ -209,6 +210,9 @@ DynamicLossScaler = DynamicScalerState
 
 def _as_numpy(name: str, state: DynamicScalerState) -> Any:
     """Convert a state's Python numbers to NumPy scalars of its dtypes, so that the second step needs no new trace."""
+    for field, value in state._asdict().items():
+        if value is not None:
+            _check_number(f"DynamicScalerState.{name}", field, value)
     with np.errstate(over="ignore"):  # check_state refuses numbers that overflow
         dtypes = map(np.dtype, _DTYPES)
         state = type(state)(*(None if x is None else dtype.type(x) for x, dtype in zip(state, dtypes, strict=True)))
@@ -246,7 +250,11 @@ def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
 # -- bad input
 
 
-_POSITIVE = ("patience", "scaler", "backoff_factor", "hysteresis", "accumulate", "max_scaler", "adjust_factor")
+_POSITIVE = ("scaler", "backoff_factor", "hysteresis", "accumulate", "max_scaler", "adjust_factor")
+
+
+_WHOLE = tuple(field for field, dtype in zip(DynamicScalerState._fields, _DTYPES, strict=True) if dtype == np.int32)
+_LARGEST_COUNT = np.iinfo(np.int32).max
 
 
 def check_state(name: str, state: Any) -> None:
@@ -260,6 +268,10 @@ def check_state(name: str, state: Any) -> None:
         positive = field in _POSITIVE
         if not 0 <= number < float("inf") or (positive and not number):
             expected = "a positive, finite number" if positive else "a finite number, 0 or more"
+        elif field in _WHOLE and not (number.is_integer() and number <= _LARGEST_COUNT):
+            expected = f"a whole number, at most {_LARGEST_COUNT}"
+        elif field == "min_scaler" and not isinstance(top := state.max_scaler, jax.core.Tracer) and number > float(top):
+            expected = f"at most max_scaler, which is {float(top):g}"
         elif (field == "adjust_factor" and number < 1) or (field == "backoff_factor" and number > 1):
             expected = "1 or more, to raise the scale" if number < 1 else "1 or less, to lower the scale"
         else:
@@ -276,7 +288,8 @@ def _check_number(name: str, field: str, value: Any) -> None:
             f"{name} got a state with {field} of shape {np.shape(value)}; expected a number. In pmap and vmap, call it "
             "on the state inside the mapped function, where each field is a scalar."
         )
-    if value is None or not jnp.issubdtype(np.asarray(value).dtype, np.number):
+    is_real = value is not None and jnp.issubdtype(np.asarray(value).dtype, np.number) and not np.iscomplexobj(value)
+    if not is_real:
         raise TypeError(
             f"{name} got a state with {field}={value!r}; expected a number. Leave it out for its default, "
             f"{field}={_default(field)}."

@@ -57,12 +57,29 @@ def update_if_finite(
     check_bool("update_if_finite", finite, "update_if_finite(model, optimizer, opt_state, grads, state.finite)")
     if isinstance(optimizer, getattr(loaded_nnx(), "Optimizer", ())):
         return _update_nnx(model, optimizer, opt_state, grads, finite, extra_args)
+    if not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"update_if_finite got {optimizer!r}, of type {type(optimizer).__name__}, as the optimizer; expected one "
+            "of Optax, or an nnx.Optimizer. Write update_if_finite(model, optax.adamw(1e-3), opt_state, grads, finite)."
+        )
+    if grads is None:
+        raise TypeError(
+            "update_if_finite got no gradients; expected those of the model. Write update_if_finite(model, optimizer, "
+            "opt_state, grads, state.finite)."
+        )
     params, static = eqx.partition(model, is_inexact_array)
     instead = "Pass what dynamic_scale_grad returned, without aux."
     _check_same_structure("gradients", _structure_of(grads), _structure_of(model), instead)
     grads = jax.tree.map(lambda p, g: None if p is None else g, params, grads, is_leaf=is_none)
-    updates, new_state = _with_extra_args(optimizer).update(grads, opt_state, params, **extra_args)
     instead = "Initialise with optimizer.init(eqx.filter(model, eqx.is_inexact_array))."
+    optimizer = _with_extra_args(optimizer)
+    try:
+        updates, new_state = optimizer.update(grads, opt_state, params, **extra_args)
+    except (AttributeError, TypeError, ValueError) as error:
+        if hasattr(optimizer, "init"):
+            expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+            _check_same_structure("an optimizer state", jax.tree.structure(opt_state), expected, instead, error)
+        raise
     _check_same_structure("an optimizer state", jax.tree.structure(opt_state), jax.tree.structure(new_state), instead)
     new_params = jax.tree.map(_add, params, updates, is_leaf=is_none)
     new_state = cast_floating_like(new_state, opt_state)  # float32 gradients widen the moments of float16 parameters
@@ -83,9 +100,10 @@ def _update_nnx(model: Any, optimizer: Any, opt_state: Any, grads: Any, finite: 
     return model, optimizer
 
 
-def _check_same_structure(what: str, given: Any, expected: Any, instead: str) -> None:
+def _check_same_structure(what: str, given: Any, expected: Any, instead: str, cause: Exception | None = None) -> None:
     if given != expected:
-        raise TypeError(f"update_if_finite got {what} of the structure {given}; expected {expected}. {instead}")
+        message = f"update_if_finite got {what} of the structure {given}; expected {expected}. {instead}"
+        raise TypeError(message) from cause
 
 
 def _structure_of(tree: Any) -> Any:

@@ -39,6 +39,11 @@ def optimizer_bytes(optimizer: Any, params: Any) -> Bytes:
     >>> round(optim.optimizer_bytes(optim.flash_adamw(1e-3), params).per_parameter, 3)
     5.125
     """
+    if not callable(getattr(optimizer, "init", None)):
+        raise TypeError(
+            f"optimizer_bytes got {optimizer!r}, of type {type(optimizer).__name__}; expected an Optax optimizer. "
+            "Write optimizer_bytes(optax.adamw(1e-3), params)."
+        )
     floats = [x for x in jax.tree.leaves(params) if has_float_dtype(x)]
     state = state_shapes(optimizer, params)
     return Bytes(sum(x.size for x in floats), _total_bytes(floats), _total_bytes(jax.tree.leaves(state)))

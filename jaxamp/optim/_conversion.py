@@ -93,6 +93,11 @@ def from_float32(optimizer: FlashOptimizer, float32: Float32, like: Any) -> tupl
     halfway between two parameters may be stored as the other one, with another correction. A moment that is None
     becomes zero. The leaves of `like` may be `jax.ShapeDtypeStruct`s.
     """
+    if not isinstance(float32, Float32):
+        raise TypeError(
+            f"from_float32 got {type(float32).__name__}; expected a Float32. Pass what to_float32 returned, or write "
+            "Float32(count=0, weights=weights, mu=None, nu=None)."
+        )
     paths, leaves, structure = flatten(like)
     name, instead = "from_float32", "Pass what to_float32 returned, or trees with the structure of the parameters."
     weights = flatten_like(name, "weights", float32.weights, like, structure, instead)

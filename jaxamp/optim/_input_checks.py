@@ -7,8 +7,9 @@ import numpy as np
 
 from .._tree import check_bool, has_float_dtype, is_inexact_array
 from ._groups import Groups, choose_groups, groups_from_scales
+from ._param_groups import matches, only_names, path_entries
 from ._scale_formats import FORMATS
-from ._settings import Settings
+from ._settings import Settings, SettingsOf
 from ._sharding import check_whole_groups, split_sharding
 from ._state import LeafState
 from ._storage import SUPPORTED_DTYPES
@@ -17,8 +18,8 @@ from ._update_rules import UpdateRule
 from ._weight_codec import check_low_dtype
 
 
-def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: Any) -> None:
-    """Check that all dtypes are supported, and that each requested `master_weight_bits` has a parameter to apply to."""
+def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: SettingsOf) -> None:
+    """Check that all dtypes are supported, and that groups and `master_weight_bits` have parameters to apply to."""
     requested: dict[tuple[str, Any], tuple[bool, str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_inexact_array(leaf):
@@ -33,6 +34,18 @@ def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: An
         before, _ = requested.get(request, (False, ""))
         applies = before or settings.storage.bits_for(leaf.dtype) is not None
         requested[request] = applies, name_of(path)
+    named = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if is_inexact_array(leaf)]
+    for i, group in enumerate(settings_of.param_groups):
+        if (
+            named
+            and only_names(group["params"])
+            and not any(matches(group["params"], path_entries(path), leaf) for path, leaf in named)
+        ):
+            raise ValueError(
+                f"{name} got param_groups[{i}] with 'params' {group['params']!r}, which selects nothing; expected "
+                f"names or paths of parameters, such as {name_of(named[0][0])!r}. Correct the name, or leave the group "
+                "out."
+            )
     for (argument, bits), (applies, leaf_name) in requested.items():
         if bits in (24, 32) and not applies:
             raise ValueError(
@@ -92,6 +105,11 @@ def check_gradient_scale(name: str, scale: Any) -> Any:
     """Return `scale=` as a float32 array, or None."""
     if scale is None:
         return None
+    if isinstance(scale, bool) or not (isinstance(scale, int | float) or has_float_dtype(scale)):
+        raise TypeError(
+            f"{name} got scale={scale!r}, of type {type(scale).__name__}; expected one number, which multiplies the "
+            "gradients. Write step(params, state, grads, scale=1 / loss_scale)."
+        )
     if np.shape(scale) != ():
         raise ValueError(
             f"{name} got scale of shape {np.shape(scale)}; expected one number, which multiplies the gradients. "

@@ -26,6 +26,13 @@ def matches(selector: Any, path: Path, leaf: Any) -> bool:
     return isinstance(selector, Iterable) and any(matches(one, path, leaf) for one in selector)
 
 
+def only_names(selector: Any) -> bool:
+    """Whether a selector has names and paths, which should be there, and no functions, which may select nothing."""
+    if isinstance(selector, str | tuple):
+        return True
+    return not callable(selector) and all(map(only_names, selector))
+
+
 def first_match(param_groups: Sequence[Mapping[str, Any]], path: Path, leaf: Any) -> int | None:
     """The index of the first group that selects a leaf."""
     matching = (i for i, group in enumerate(param_groups) if matches(group["params"], path, leaf))
@@ -34,7 +41,13 @@ def first_match(param_groups: Sequence[Mapping[str, Any]], path: Path, leaf: Any
 
 def check_param_groups(name: str, param_groups: Any, known: Callable[[str], bool]) -> tuple[Mapping[str, Any], ...]:
     """Return the groups, after checking that each has a selector and only settings that are `known`."""
-    for i, group in enumerate(param_groups or ()):
+    if param_groups is not None and (isinstance(param_groups, Mapping | str) or not isinstance(param_groups, Iterable)):
+        raise TypeError(
+            f"{name} got param_groups={param_groups!r}, of type {type(param_groups).__name__}; expected a list of "
+            "dicts. Write param_groups=[{'params': 'bias', 'weight_decay': 0.0}]."
+        )
+    param_groups = tuple(param_groups or ())
+    for i, group in enumerate(param_groups):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(
                 f"{name} got param_groups[{i}]={group!r}; expected a dict with 'params', which selects leaves. Write "
@@ -51,4 +64,4 @@ def check_param_groups(name: str, param_groups: Any, known: Callable[[str], bool
                     f"{name} got param_groups[{i}] with {key!r}; expected arguments of {name}. Write "
                     "param_groups=[{'params': 'bias', 'weight_decay': 0.0}]."
                 )
-    return tuple(param_groups or ())
+    return param_groups

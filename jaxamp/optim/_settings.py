@@ -1,6 +1,7 @@
 """The hyperparameters and the storage of each leaf."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,9 +24,19 @@ class Settings(NamedTuple):
     bits_argument: str = "master_weight_bits"
 
 
-def settings_by_leaf(
-    rule: UpdateRule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any
-) -> Callable[[Any, Any], Settings]:
+class SettingsOf(NamedTuple):
+    """A function from a leaf's path and the leaf to its settings."""
+
+    default: Settings
+    of_group: Sequence[Settings]
+    param_groups: Sequence[Mapping[str, Any]]
+
+    def __call__(self, path: Any, leaf: Any) -> Settings:
+        i = first_match(self.param_groups, path_entries(path), leaf)
+        return self.default if i is None else self.of_group[i]
+
+
+def settings_by_leaf(rule: UpdateRule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any) -> "SettingsOf":
     """Check all settings, and return a function from a leaf's path and the leaf to its settings."""
     if not isinstance(storage, Storage):
         raise TypeError(
@@ -50,11 +61,7 @@ def settings_by_leaf(
     for settings in (default, *of_group):
         _check_nesterov(rule.name, **settings.hyper)
 
-    def settings_of(path: Any, leaf: Any) -> Settings:
-        i = first_match(param_groups, path_entries(path), leaf)
-        return default if i is None else of_group[i]
-
-    return settings_of
+    return SettingsOf(default, of_group, param_groups)
 
 
 def _check_hyperparameter(name: str, key: str, value: Any) -> None:
@@ -68,6 +75,21 @@ def _check_hyperparameter(name: str, key: str, value: Any) -> None:
             "pass a schedule as the learning rate, such as optax.cosine_decay_schedule(1e-3, 1000)."
         )
     check_hyperparameter_scalar(name, key, value, "as an argument", f"Write {name}(1e-3)")
+    if isinstance(value, bool) or (isinstance(value, int | float) and not _is_sensible(key, float(value))):
+        expected = (
+            "at least 0 and less than 1" if key in _DECAYS else "finite" if key == "learning_rate" else "0 or more"
+        )
+        raise ValueError(f"{name} got {key}={value!r}; expected a number that is {expected}. Write {name}(1e-3).")
+
+
+_DECAYS = ("b1", "b2", "momentum")
+
+
+def _is_sensible(key: str, value: float) -> bool:
+    """Whether a number can be this hyperparameter."""
+    if key == "learning_rate" or key == "dampening":
+        return math.isfinite(value)
+    return 0 <= value < 1 if key in _DECAYS else 0 <= value < math.inf
 
 
 def _check_nesterov(

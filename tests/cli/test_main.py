@@ -242,7 +242,7 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
     [
         (["show", "defualt"], ["show: error: got 'defualt'; expected a preset or the path", "Did you mean 'default'?"]),
         (["show", "no.toml"], ["got the path 'no.toml', where there is no file; expected", "a preset's name: conse"]),
-        (["show", "bytes.toml"], ["got the table 'bytes.toml', which is not UTF-8 text", "a TOML table", "as UTF-8"]),
+        (["show", "bytes.toml"], ["bytes.toml: byte 0 is not UTF-8 text; expected", "a policy table", "as UTF-8"]),
         (["show", "bad.toml"], ["bad.toml, line 2: got 'compte'; expected a rule's name", "Did you mean 'compute'?"]),
         (["diff", "default", "x"], ["diff: error: got 'x'; expected a preset", "The presets are conservative"]),
         (
@@ -254,6 +254,8 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
         (["report", "MOD:loss", "--policy", "nowhere"], ["got 'nowhere'; expected a preset"]),
         (["report", "MOD.py:loss"], ["got the target 'MOD.py:loss'; expected module:function", "Write 'MOD:loss'."]),
         (["report", "./a/b.py"], ["got the target './a/b.py'", "Write 'a.b:function'."]),
+        (["report", "../x:f"], ["got the target '../x:f'", "Change to the folder of 'x', and write 'x:f'."]),
+        (["diff", "default", "deep.toml"], ["deep.toml: not a TOML table", "[rules] and [scopes]"]),
         (
             ["report", "MOD.loss"],
             ["got the target 'MOD.loss'; expected module:function", "Write for example 'MOD:loss'."],
@@ -328,6 +330,7 @@ def test_check_passes_with_0_and_fails_with_1(capsys, project):
 )
 def test_bad_input_is_told_in_three_beats(capsys, project, tmp_path, argv, beats):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
     (tmp_path / "bad.toml").write_text('[rules]\ncompte = ["dot_general"]')
     (tmp_path / "raises.py").write_text('\nraise ValueError("at import")')
     (tmp_path / "imports.py").write_text("import no_such_library")

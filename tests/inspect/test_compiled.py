@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import raises
 from jax import lax
 from reports import HLO
 
@@ -49,3 +50,10 @@ def test_scopes_of_a_compiled_program_are_those_of_the_report(backward):
     report = amp_report(loss, compute_dtype=jnp.float32, backward=backward)(W, X)
     compiled = jax.jit(jax.value_and_grad(loss) if backward else loss).lower(W, X).compile()
     assert {row.scope for row in compiled_matmuls(compiled)} == {row.scope for row in report.matmuls}
+
+
+def test_what_is_not_compiled_is_refused():
+    lowered = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4)))
+    for given, name in ((lowered, "Lowered"), (lowered.as_text(), "text"), (3, "int")):
+        with raises(TypeError, f"compiled_matmuls got {name} that is not a compiled program; expected", "Write"):
+            compiled_matmuls(given)

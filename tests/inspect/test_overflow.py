@@ -368,3 +368,14 @@ def test_results_are_those_of_amp():
     expected = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)(W, X)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(expected))
     assert [rounds for name, rounds in seen if name == "tanh"] == [(0,), (1,), (2,)]
+
+
+def test_a_constant_that_is_nan_is_named():
+    x = jnp.ones((4, 4))
+    bad = np.full((4, 4), np.nan, np.float32)
+    (note,) = jaxamp.find_overflow(lambda x: jnp.sum(x * jnp.nan))(x).notes
+    assert note.startswith("a constant that is NaN is read by mul (test_overflow.py:")
+    for fn in (lambda x: jnp.sum(x @ bad), jax.jit(lambda x: jnp.sum(x @ bad))):
+        assert jaxamp.find_overflow(fn)(x).notes == ("1 of the arrays that the function closes over have a NaN",)
+    masked = jnp.where(np.tri(4) > 0, 0.0, -np.inf)  # an infinite constant is a mask
+    assert not jaxamp.find_overflow(lambda x: jax.nn.softmax(x + masked).sum())(x).notes

@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import shape
+from helpers import raises, shape
 from jax import lax
 from reports import HLO
 
@@ -508,3 +508,18 @@ def test_who_asks_for_precision():
     with jax.default_matmul_precision("tensorfloat32"):
         assert reasons(lambda x, w: x @ w, X, W)["dot_general"] == "policy table"
         assert reasons(asked, X, W)["dot_general"] == by_operation
+
+
+def test_arguments_that_are_one_array_are_refused():
+    fn, x = lambda x: jnp.sum(x @ x), jnp.ones((4, 4))
+    for check in (jaxamp.assert_mixed, jaxamp.assert_amp_close):
+        with raises(
+            TypeError, f"{check.__name__} got arguments of type .*; expected a tuple", r"Write .*\(fn, \(x,\)\)"
+        ):
+            check(fn, x)
+    with raises(TypeError, "assert_amp_close got rtol='a'; expected a number, 0 or more", "Write rtol="):
+        jaxamp.assert_amp_close(fn, (x,), rtol="a")
+    with raises(TypeError, "check got low=3; expected a glob over scopes", "Write low="):
+        jaxamp.assert_mixed(fn, (x,), low=3)
+    with raises(TypeError, "check got max_casts='3'; expected a number", "Write max_casts="):
+        jaxamp.assert_mixed(fn, (x,), max_casts="3")

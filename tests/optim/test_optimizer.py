@@ -419,6 +419,34 @@ def test_a_correction_that_no_parameter_can_have_is_refused(bits):
         optimizer.init({"w": jnp.ones(32), "v": jnp.ones(32, F16)})
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Storage(quantize="a"), ["Storage got quantize='a', of type str; expected True or False", "Write"]),
+        (lambda: Storage(dither=None), ["Storage got dither=None", "expected True or False", "Write"]),
+        (lambda: Storage(codes="linear"), ["codes='linear'", "expected one of 'minifloat', 'published'", "Leave"]),
+        (lambda: optim.flash_adamw(1e-3, param_groups=3), ["param_groups=3", "expected a list of dicts", "Write"]),
+        (lambda: optim.flash_adamw(1e-3, b1=1.5), ["b1=1.5; expected a number that is at least 0 and less", "Write"]),
+        (lambda: optim.flash_adamw(1e-3, b2=float("nan")), ["b2=nan; expected a number", "Write"]),
+        (lambda: optim.flash_adamw(1e-3, eps=-1.0), ["eps=-1.0; expected a number that is 0 or more", "Write"]),
+        (lambda: optim.flash_sgd(float("inf")), ["learning_rate=inf; expected a number that is finite", "Write"]),
+        (lambda: optim.optimizer_bytes(3, {}), ["optimizer_bytes got 3, of type int; expected an Optax", "Write"]),
+        (lambda: optim.from_float32(ADAMW, {}, like={}), ["from_float32 got dict; expected a Float32", "Pass what"]),
+        (
+            lambda: optim.flash_adamw(1e-3, param_groups=[{"params": "bias"}]).init({"w": jnp.ones(32)}),
+            [r"param_groups\[0\] with 'params' 'bias', which selects nothing; expected", "'w'", "Correct"],
+        ),
+        (
+            lambda: ADAMW.step({"w": jnp.ones(32)}, ADAMW.init({"w": jnp.ones(32)}), {"w": jnp.ones(32)}, scale="a"),
+            ["flash_adamw got scale='a', of type str; expected one number", "Write step"],
+        ),
+    ],
+)
+def test_bad_settings_are_refused_in_three_beats(make, words):
+    with raises((TypeError, ValueError), *words):
+        make()
+
+
 def test_state_of_another_tree_is_refused_by_name():
     optimizer = optim.flash_adamw(1e-3)
     params, grads = {"a": jnp.ones(64), "b": jnp.ones(64)}, {"a": jnp.ones(64), "b": jnp.ones(64)}

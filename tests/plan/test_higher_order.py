@@ -57,6 +57,13 @@ def test_a_registered_parameter_that_is_not_there_is_told():
         AMP(lambda x: call.bind(x, body=None))(W)
 
 
+def test_what_names_no_body_is_refused():
+    with pytest.raises(TypeError, match=r"got jaxpr=3; expected the name of a parameter or a function. Write for"):
+        jaxamp.register_higher_order(Primitive("my_third_call"), 3)
+    with pytest.raises(TypeError, match=r"got evaluate=3; expected .* Write for example register_higher_order"):
+        jaxamp.register_higher_order(Primitive("my_third_call"), evaluate=3)
+
+
 def test_a_composite_is_entered():
     layer = lax.composite(lambda x: jnp.tanh(x @ x) @ x, "my.layer")
     jaxpr = jax.make_jaxpr(AMP(layer))(W)

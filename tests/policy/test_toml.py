@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import LOW, WIDE, dtypes_of, matmul_dtypes
+from helpers import LOW, WIDE, dtypes_of, matmul_dtypes, raises
 from jax import lax
 
 import jaxamp
@@ -259,6 +259,8 @@ def test_a_table_extends_another_beside_it(tmp_path):
         ('[rule]\ncompute = ["exp"]', ["line 1", "'rule'", "[rules] or [scopes]", "Did you mean 'rules'?"]),
         ('[scopes]\nhead = "flot32"', ["line 2", "'flot32'", "a rule's name", "Did you mean 'float32'?"]),
         ('[scopes]\nhead = { ad = "float32" }', ["line 2", "'ad'", "primitive", "Did you mean"]),
+        ('extends = "defualt"', ["line 1", "'defualt'", "a preset's name or the path", "Did you mean 'default'?"]),
+        ("a = " + "[" * 5000, ["policy.toml", "not a TOML table", "[rules] and [scopes]"]),
         ("extends = 3", ["line 1", "'extends'", "a preset's name", 'extends = "default"']),
         ("rules = 3", ["line 1", "'rules'", "a section", "[rules] on a line of its own"]),
         ('scopes = "x"', ["line 1", "'scopes'", "a section", "[scopes] on a line of its own"]),
@@ -275,7 +277,32 @@ def test_a_bad_table_is_told_where_and_what_instead(tmp_path, text, beats):
         assert beat in str(error.value)
 
 
+def test_a_table_that_is_not_utf8_is_named_and_a_byte_order_mark_is_left_out(tmp_path):
+    path = tmp_path / "policy.toml"
+    for content, byte in ((bytes(range(256)), 128), ("description = 'é'".encode("latin-1"), 15)):
+        path.write_bytes(content)
+        with raises(ValueError, "policy.toml", f"byte {byte} is not UTF-8 text; expected a policy table", "Save it"):
+            jaxamp.load_policy(path)
+    path.write_text("extends = 'conservative'", encoding="utf-8-sig")
+    assert jaxamp.load_policy(path) == jaxamp.load_policy("conservative")
+
+
+def test_a_chain_of_tables_may_be_long_but_not_endless(tmp_path):
+    for i in range(1200):
+        (tmp_path / f"{i}.toml").write_text(f'extends = "{i + 1}.toml"')
+    with raises(ValueError, "got '.*.toml'; expected at most 50 tables that extend one another", "Write extends"):
+        jaxamp.load_policy(tmp_path / "0.toml")
+    (tmp_path / "30.toml").write_text('extends = "default"')
+    assert jaxamp.load_policy(tmp_path / "0.toml") == jaxamp.load_policy("default")
+
+
 # -- bad input
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, None, "float33"])
+def test_a_precision_that_is_no_float_is_refused(dtype):
+    with raises(TypeError, "use_precision got the dtype", "expected a float", r"use_precision\(jnp.float32\)"):
+        jaxamp.use_precision(dtype)
 
 
 @pytest.mark.parametrize(

@@ -296,9 +296,10 @@ def test_metrics_refuse_what_is_no_state():
     ("make", "message"),
     [
         (
-            lambda: DynamicScalerState.torch(growth_interval=1),
-            r"torch got an interval of 1 .*; expected at least 2 steps. Leave",
+            lambda: DynamicScalerState.torch(growth_interval=0),
+            r"torch got an interval of 0 .*; expected a whole number of steps, 1 or more. Leave",
         ),
+        (lambda: DynamicScalerState.torch(growth_interval=1.5), r"torch got an interval of 1.5 .*; expected a whole"),
         (
             lambda: DynamicScalerState.torch(init_scale=0.0),
             r"torch got a state with scaler=0; expected a positive, finite",
@@ -316,3 +317,30 @@ def test_metrics_refuse_what_is_no_state():
 def test_a_scheme_refuses_numbers_that_cannot_work(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("scale", ["a", 1j, None])
+def test_a_scale_that_is_no_number_is_refused(scale):
+    with pytest.raises(TypeError, match=r"static got a state with scaler=.*; expected a number. Leave it out"):
+        DynamicScalerState.static(scale)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"patience": 2.5}, r"patience=2.5; expected a whole number, at most 2147483647. Leave"),
+        ({"patience": 10**12}, r"patience=1e\+12; expected a whole number"),
+        ({"min_scaler": 4.0, "max_scaler": 2.0}, r"min_scaler=4; expected at most max_scaler, which is 2. Leave"),
+        ({"scaler": 1j}, r"scaler=1j; expected a number. Leave"),
+    ],
+)
+def test_a_state_that_cannot_work_is_refused_at_the_call(fields, message):
+    grad = jaxamp.dynamic_scale_grad(lambda x: x**2)
+    with pytest.raises((TypeError, ValueError), match=f"dynamic_scale_grad got a state with {message}"):
+        grad(jnp.float32(1.0), dynamic_scaler_state=DynamicScalerState(**fields))
+
+
+def test_torch_may_raise_its_scale_in_every_step():
+    pattern = [True, True, False, True, True]
+    state = DynamicScalerState.torch(growth_interval=1)
+    assert table(state, pattern) == list(run_torch(pattern, 2.0**16, 1))

@@ -514,6 +514,20 @@ def test_gradients_of_another_structure_are_refused():
         jaxamp.update_if_finite(PARAMS, SGD, SGD.init(PARAMS), (PARAMS, "aux"), True)
 
 
+def test_what_is_no_optimizer_and_no_gradients_are_refused():
+    with pytest.raises(TypeError, match=r"got 3, of type int, as the optimizer; expected one of Optax.* Write update_"):
+        jaxamp.update_if_finite(PARAMS, 3, SGD.init(PARAMS), PARAMS, True)
+    with pytest.raises(TypeError, match=r"got no gradients; expected those of the model. Write update_if_finite"):
+        jaxamp.update_if_finite(PARAMS, SGD, SGD.init(PARAMS), None, True)
+
+
+@pytest.mark.parametrize("other", [lambda: None, lambda: optax.adam(0.1).init(PARAMS), lambda: PARAMS])
+def test_the_state_of_another_optimizer_is_refused(other):
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    with pytest.raises(TypeError, match=r"got an optimizer state of the structure .*; expected .*Adam.* Initialise"):
+        jaxamp.update_if_finite(PARAMS, optimizer, other(), PARAMS, True)
+
+
 def test_a_state_made_with_other_leaves_is_refused():
     model = {"w": jnp.ones(2), "n": jnp.arange(2)}
     with pytest.raises(
