@@ -242,7 +242,7 @@ def _make_optimizer(
     """Wrap an optimizer of `jaxamp.optim` to take and return states of `state_class`."""
     check_param_groups(rule.name, param_groups, lambda key: key in hyper or key in STORAGE_FIELDS or key == "fused")
     without_fused = [{k: v for k, v in group.items() if k != "fused"} for group in param_groups or ()]
-    optimizer = make_optimizer(rule, hyper, storage, without_fused)
+    optimizer = make_optimizer(rule, hyper, storage, without_fused, allow_unmatched=True)
     for group in ({}, *(param_groups or ())):
         check_group_size(rule.name, **{"fused": fused, **vars(storage), **group})
 

@@ -18,7 +18,9 @@ from ._update_rules import UpdateRule
 from ._weight_codec import check_low_dtype
 
 
-def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: SettingsOf) -> None:
+def check_params(
+    name: str, paths: list[Any], leaves: list[Any], settings_of: SettingsOf, allow_unmatched: bool
+) -> None:
     """Check that all dtypes are supported, and that groups and `master_weight_bits` have parameters to apply to."""
     requested: dict[tuple[str, Any], tuple[bool, str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -35,7 +37,7 @@ def check_params(name: str, paths: list[Any], leaves: list[Any], settings_of: Se
         applies = before or settings.storage.bits_for(leaf.dtype) is not None
         requested[request] = applies, name_of(path)
     named = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if is_inexact_array(leaf)]
-    for i, group in enumerate(settings_of.param_groups):
+    for i, group in enumerate(() if allow_unmatched else settings_of.param_groups):
         if (
             named
             and only_names(group["params"])

@@ -61,7 +61,12 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 
 def make_optimizer(
-    rule: UpdateRule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any = None
+    rule: UpdateRule,
+    hyper: Mapping[str, Any],
+    storage: Storage,
+    param_groups: Any = None,
+    *,
+    allow_unmatched: bool = False,
 ) -> FlashOptimizer:
     """Make the optimizer of an update rule.
 
@@ -70,12 +75,13 @@ def make_optimizer(
         hyper: Its hyperparameters by name.
         storage: How weights and moments are stored.
         param_groups: Other settings for some leaves, as `flash_adamw` documents them.
+        allow_unmatched: Whether to accept names in them that no leaf has.
     """
     settings_of = settings_by_leaf(rule, hyper, storage, param_groups)
 
     def init(params: Any) -> FlashState:
         paths, leaves, structure = flatten(params)
-        check_params(rule.name, paths, leaves, settings_of)
+        check_params(rule.name, paths, leaves, settings_of, allow_unmatched)
         states = [
             _init_leaf(rule, settings_of(path, leaf), path, leaf) if is_inexact_array(leaf) else LeafState()
             for path, leaf in zip(paths, leaves, strict=True)

@@ -338,7 +338,7 @@ def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match=r"register_higher_order got 'scan', of type str.*my_call_p"):
         jaxamp.register_higher_order("scan")
     with pytest.raises(
-        TypeError, match=r"use_precision got 'bf'; expected a float dtype.*use_precision\(jnp.float32\)"
+        TypeError, match=r"use_precision got the dtype 'bf'; expected a float.*use_precision\(jnp.float32\)"
     ):
         jaxamp.use_precision("bf")
 
