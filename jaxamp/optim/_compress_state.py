@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax import tree_util as jtu
 
 from .._tree import is_inexact_array
@@ -88,6 +89,7 @@ def compress_state(
         view = groups.view(x.astype(jnp.float32))
         top = codec.top(view, groups.view_axis)
         up = dither(count, groups) if storage.dither and count is not None else None
+        top, up = lax.optimization_barrier((top, up))  # a dither of its own: see `_leaf_step.py`
         values = groups.unview(codec.encode(view, groups.spread(top), up))
         return Compressed(values, FORMATS[storage.scales].encode(codec.scale(top), count))
 

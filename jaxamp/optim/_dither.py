@@ -29,10 +29,12 @@ GOLDEN = np.uint32(0x9E3779B1)  # 2**32 over the golden ratio
 
 
 def dither(count: Any, groups: Groups) -> jax.Array:
-    """Integers of `DITHER_BITS` bits for the view in groups, in step `count`."""
-    shape = groups.view_shape
-    positions = lax.broadcasted_iota(jnp.uint32, shape, len(shape) + groups.view_axis)
-    return lax.bitcast_convert_type((hashed(count) + positions * GOLDEN) >> np.uint32(32 - DITHER_BITS), jnp.int32)
+    """Integers of `DITHER_BITS` bits for step `count`, one for each position, that broadcast against the view."""
+    positions = lax.iota(jnp.uint32, groups.size)
+    numbers = (hashed(count) + positions * GOLDEN) >> np.uint32(32 - DITHER_BITS)
+    shape = [1] * len(groups.view_shape)
+    shape[groups.view_axis] = groups.size
+    return lax.bitcast_convert_type(numbers, jnp.int32).reshape(shape)
 
 
 def hashed(count: Any) -> jax.Array:

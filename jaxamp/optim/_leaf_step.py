@@ -10,7 +10,8 @@ and moment. Moments in float32 are never written.
 Left to itself, XLA would keep the moments of pass 1 in memory for pass 2: 8 bytes written and 8 read per parameter,
 while reading the state a second time costs 6. The barrier on the inputs of pass 2 makes them different arrays to XLA,
 so it can't reuse the moments of pass 1. The barrier before the scales are written lets them overwrite the old ones,
-which pass 2 has read by then.
+which pass 2 has read by then. The dither goes through the first barrier too, or it would be one array that all steps
+read, and XLA would make one kernel of the steps of several arrays, which waits for all of their gradients.
 
 Every step ends in a barrier. XLA drops a cast to bfloat16 and back, and if two steps are compiled as one, there is such
 a pair between a parameter and its next reader.
@@ -94,10 +95,10 @@ def step_leaf(
     # A whole pass works on the view in groups: a reshape in between would split the kernel.
     groups = leaf.groups
     tops = group_tops(context, leaf) if tops is None else tops
-    (param, grad, state), tops = lax.optimization_barrier((leaf[:3], tops))
+    up = dither(context.count, groups) if context.storage.dither else None
+    (param, grad, state), tops, up = lax.optimization_barrier((leaf[:3], tops, up))
     view = _view_in_groups(Leaf(param, grad, state, groups))
     moments, weight, length = _advance(context, view)
-    up = dither(context.count, groups) if context.storage.dither else None
     codes = (codec.encode(m, groups.spread(top), up) for codec, m, top in zip(codecs, moments, tops))
     out, correction = _write_weight(context, view, weight, length)
     new = view.state._replace(correction=correction, **dict(zip(("mu", "nu"), codes)))

@@ -196,7 +196,8 @@ class Variance(_Minifloat):
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         code = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
-        return self._value(code) * (scale * (scale * (np.float32(1.0) / _LARGEST)) if self.half else scale)
+        value = self._value(code)
+        return value * (np.float32(1.0) / _LARGEST) * scale * scale if self.half else value * scale
 
 
 def _bits(x: float | np.float32) -> int:

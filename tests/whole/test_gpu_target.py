@@ -4,6 +4,7 @@ import gpu_compiler
 import pytest
 
 LARGE = [4096, 12288]
+PUBLISHED = {"scales": "float16", "codes": "published", "dither": False}
 QUESTIONS = {
     "adamw": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {}],
     "adamw, bfloat16 gradients": ["step", "flash_adamw", LARGE, "bfloat16", "bfloat16", {}],
@@ -13,7 +14,8 @@ QUESTIONS = {
     "adamw, float32": ["step", "flash_adamw", LARGE, "float32", "float32", {}],
     "adamw, 32 bits": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"master_weight_bits": 32}}],
     "adamw, rows": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"layout": "rows"}}],
-    "adamw, published": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"scales": "float16"}}],
+    "adamw, float16 scales": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": {"scales": "float16"}}],
+    "adamw, published": ["step", "flash_adamw", LARGE, "bfloat16", "float32", {"storage": PUBLISHED}],
     "adamw, small": ["step", "flash_adamw", [256, 1024], "bfloat16", "float32", {}],
     "adamw, odd": ["step", "flash_adamw", [768, 50257], "bfloat16", "float32", {}],
     "lion": ["step", "flash_lion", LARGE, "bfloat16", "float32", {}],
@@ -58,9 +60,9 @@ def test_no_byte_is_stored_from_a_float(answers):
 
 
 def test_a_step_is_three_kernels(answers):
-    """Maxima, the step, the scales; and two for the scalars of the step."""
-    assert answers["adamw"]["kernels"] <= 5
-    assert answers["lion"]["kernels"] <= 5
+    """Maxima, the step, the scales; and three for the scalars of the step and the 32 numbers of the dither."""
+    assert answers["adamw"]["kernels"] <= 6
+    assert answers["lion"]["kernels"] <= 6
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -80,8 +82,11 @@ def test_weights_are_not_read_before_they_are_rounded(answers):
 
 
 def test_gradients_are_freed_as_they_are_used(answers):
-    """One program of backward pass and step holds a few gradients at a time, not all of them."""
-    assert answers["release"]["temporary"] < 0.3
+    """One program of backward pass and step holds a few gradients at a time, not all of them.
+
+    If steps shared the array of the dither, XLA would make one kernel of several steps.
+    """
+    assert answers["release"]["temporary"] < 0.1
 
 
 def test_the_cotangent_of_a_solve_is_not_rounded_and_the_operand_is(answers):
