@@ -64,6 +64,9 @@ def sensitivity_of_argument(aval: Any) -> Sensitivity:
     return POSITION if is_wide_integer(aval) else FREE
 
 
+_IN_BLOCKS: Any = {"flags": ["external_loop", "buffered"], "buffersize": 2**16}
+
+
 @functools.cache
 def _limits(dtype: np.dtype) -> tuple[float, float]:
     info = jnp.finfo(dtype)
@@ -72,16 +75,22 @@ def _limits(dtype: np.dtype) -> tuple[float, float]:
 
 def sensitivity_of_constant(value: Any, compute_dtype: np.dtype) -> Sensitivity:
     """The sensitivity of a number, or an array of them, that is known while tracing: can the compute dtype hold it?"""
-    value = np.asarray(value)
-    magnitude = np.abs(value)
+    value = np.abs(value) if np.iscomplexobj(value) else np.asarray(value)
     if not is_float_dtype(value.dtype):
         counts_to = 2 ** (jnp.finfo(compute_dtype).nmant + 1)
-        return FREE if value.dtype.itemsize == 1 or magnitude.max(initial=0) <= counts_to else POSITION
-    magnitude = magnitude[np.isfinite(magnitude) & (magnitude > 0)]
-    if not magnitude.size:
-        return FREE
+        return FREE if value.dtype.itemsize == 1 or _largest(value) <= counts_to else POSITION
     smallest, largest = _limits(compute_dtype)
-    if float(magnitude.max()) > largest:
+    if _largest(value) > largest:
         return OUT_OF_RANGE
     # One small number is an epsilon; among the entries of an array they are everywhere.
-    return PROTECTED if value.ndim == 0 and float(magnitude.min()) < smallest else FREE
+    return PROTECTED if value.ndim == 0 and 0.0 < abs(float(value)) < smallest else FREE
+
+
+def _largest(value: np.ndarray) -> float:
+    """The largest finite magnitude, or zero. A closed-over array may be large: nothing of its size is allocated."""
+    if not value.size:
+        return 0.0
+    ends = float(value.min()), float(value.max())
+    if np.isfinite(ends).all():
+        return max(-ends[0], ends[1])
+    return max(float(np.abs(x).max(initial=0, where=np.isfinite(x))) for x in np.nditer(value, **_IN_BLOCKS))

@@ -23,10 +23,11 @@ from jax import lax
 from jax import tree_util as jtu
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import Primitive
+from .._compat import EARLY_INLINE, Primitive
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
 
+_CACHED_TRANSPOSES = 1024
 _HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _MIXED: dict[Primitive, Primitive] = {}  # base primitive -> ours
 
@@ -161,28 +162,36 @@ def _jvp(
 def _transpose(
     base: Primitive, ct: Any, x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any
 ) -> list[Any]:
-    """The transpose of the base by the linear operand, told to come out in that operand's dtype."""
     operands = [x, w]
     i = 0 if ad.is_undefined_primal(x) else 1
-    aval = operands[i].aval
+    outs: list[Any] = [None] * (2 + len(rest))
+    fun = _transposed(base, i, operands[i].aval, compute_dtype, mixing, tuple(params.items()))
+    outs[i] = fun(ct, operands[1 - i], *rest)
+    return outs
+
+
+@functools.lru_cache(_CACHED_TRANSPOSES)
+def _transposed(
+    base: Primitive, i: int, aval: Any, compute_dtype: np.dtype, mixing: Mixing, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """The transpose of the base by operand `i`, told to come out in that operand's dtype. JAX remembers its trace."""
+    settings = {**dict(params), "preferred_element_type": aval.dtype}
     if mixing.exact_tangents:
-        params["precision"] = _HIGHEST
+        settings["precision"] = _HIGHEST
 
     def rule(ct: Any, other: Any, *rest: Any) -> Any:
         both = [other, other]
         both[i] = ad.UndefinedPrimal(aval)
-        out = ad.primitive_transposes[base](ct, *both, *rest, **{**params, "preferred_element_type": aval.dtype})[i]
+        out = ad.primitive_transposes[base](ct, *both, *rest, **settings)[i]
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
-    other = operands[1 - i]
-    outs: list[Any] = [None] * (2 + len(rest))
-    if mixing.exact_tangents:
-        exact = mixing.exact[1 - i]
-        outs[i] = rule(ct, other if exact else _rounded(other, compute_dtype, ct.dtype), *rest)
-    else:
+    def transposed(ct: Any, other: Any, *rest: Any) -> Any:
+        if mixing.exact_tangents:
+            return rule(ct, other if mixing.exact[1 - i] else _rounded(other, compute_dtype, ct.dtype), *rest)
         low = [_low(ct, compute_dtype), _low(other, compute_dtype), *rest]
-        (outs[i],) = _with_mixed(base, rule, low, low, compute_dtype)
-    return outs
+        return _with_mixed(base, rule, low, low, compute_dtype)[0]
+
+    return jax.jit(transposed, inline=EARLY_INLINE)
 
 
 def _batch(

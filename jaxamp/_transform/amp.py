@@ -69,6 +69,8 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
 def run_plan(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> list[Any]:
     """Run a planned call. Its results have the dtypes, and the weak types, that the user's function gives them."""
     plan = planned.plan
+    if not plan.touched and ledger is None:
+        return evaluate(plan.jaxpr, arrays)
     transformed = ledger is None and any(map(is_transformed, arrays))
     interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed)
 

@@ -116,8 +116,10 @@ def stack_scales(codecs: tuple[Codec, ...], tops: Sequence[jax.Array]) -> jax.Ar
 
     Where a second moment overflows, the first moments of its group become zero, as `UpdateRule.bound` says.
     """
-    momentum, *variance = (codec.scale(top) for codec, top in zip(codecs, tops))
-    return jnp.stack([momentum, *variance] if not variance else [jnp.where(tops[1] > 0.0, momentum, 0.0), *variance])
+    scales = [codec.scale(top) for codec, top in zip(codecs, tops)]
+    if len(scales) == 2:
+        scales[0] = jnp.where(tops[1] > 0.0, scales[0], 0.0)
+    return jnp.stack(scales)
 
 
 def decode_moments(state: LeafState, codecs: tuple[Codec, ...], groups: Groups) -> Moments:

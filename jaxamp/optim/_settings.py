@@ -36,7 +36,7 @@ class SettingsOf(NamedTuple):
         return self.default if i is None else self.of_group[i]
 
 
-def settings_by_leaf(rule: UpdateRule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any) -> "SettingsOf":
+def settings_by_leaf(rule: UpdateRule, hyper: Mapping[str, Any], storage: Storage, param_groups: Any) -> SettingsOf:
     """Check all settings, and return a function from a leaf's path and the leaf to its settings."""
     if not isinstance(storage, Storage):
         raise TypeError(
@@ -76,18 +76,17 @@ def _check_hyperparameter(name: str, key: str, value: Any) -> None:
         )
     check_hyperparameter_scalar(name, key, value, "as an argument", f"Write {name}(1e-3)")
     if isinstance(value, bool) or (isinstance(value, int | float) and not _is_sensible(key, float(value))):
-        expected = (
-            "at least 0 and less than 1" if key in _DECAYS else "finite" if key == "learning_rate" else "0 or more"
-        )
+        expected = "at least 0 and less than 1" if key in _DECAYS else "finite" if key in _ANY else "0 or more"
         raise ValueError(f"{name} got {key}={value!r}; expected a number that is {expected}. Write {name}(1e-3).")
 
 
+_ANY = ("learning_rate", "dampening")
 _DECAYS = ("b1", "b2", "momentum")
 
 
 def _is_sensible(key: str, value: float) -> bool:
     """Whether a number can be this hyperparameter."""
-    if key == "learning_rate" or key == "dampening":
+    if key in _ANY:
         return math.isfinite(value)
     return 0 <= value < 1 if key in _DECAYS else 0 <= value < math.inf
 

@@ -1,6 +1,7 @@
 """How sensitive values are to rounding."""
 
 import itertools
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,10 @@ F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
         (1e-12, BF16, FREE),
         (np.array([1e-12, 1.0]), F16, FREE),  # among the entries of an array small numbers are everywhere
         (np.array([1e9, 1.0]), F16, OUT_OF_RANGE),
+        (np.array([np.inf, np.nan, -1e9, 1.0]), F16, OUT_OF_RANGE),
+        (np.array([np.inf, np.nan, 1.0]), F16, FREE),
+        (np.zeros((0, 3)), F16, FREE),
+        (3 + 4j, F16, FREE),
         (256, BF16, FREE),
         (257, BF16, POSITION),
         (2049, F16, POSITION),
@@ -44,6 +49,18 @@ F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
 )
 def test_constants(number, dtype, expected):
     assert sensitivity_of_constant(number, dtype) is expected
+
+
+@pytest.mark.parametrize("worst", [1.0, np.inf])
+def test_a_large_constant_is_not_copied(worst):
+    constant = np.full((1024, 1024), 1.0, np.float32).T
+    constant[3, 5] = worst
+    tracemalloc.start()
+    try:
+        assert sensitivity_of_constant(constant, F16) is FREE
+        assert tracemalloc.get_traced_memory()[1] < constant.nbytes / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_position_that_meets_data_is_one_no_longer():
