@@ -3,6 +3,8 @@
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING
 
+from ._inspect.collectives import assert_collectives as assert_collectives
+from ._inspect.collectives import compiled_collectives as compiled_collectives
 from ._inspect.compare import assert_amp_close as assert_amp_close
 from ._inspect.compare import compare as compare
 from ._inspect.comparison import Comparison as Comparison

@@ -102,10 +102,10 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any]) -> Jaxpr:
-    """A jaxpr, open or closed, with other equations."""
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any], outs: Sequence[Any] | None = None) -> Jaxpr:
+    """A jaxpr, open or closed, with other equations, and perhaps other results."""
     body = open_jaxpr(jaxpr)
-    new = body.replace(eqns=list(eqns))
+    new = body.replace(eqns=list(eqns), outvars=body.outvars if outs is None else list(outs))
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 

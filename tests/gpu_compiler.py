@@ -1,12 +1,13 @@
 """Programs compiled for an H200 on a machine that has none: the text of the program, and the bytes that it needs.
 
-It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`, and JAX 0.10. Run in a process of its own:
+It takes JAX's CUDA plugin, `pip install "jax[cuda12]"`. Run in a process of its own:
 
     XLA_FLAGS=--xla_dump_to=FOLDER python gpu_compiler.py FOLDER < questions.json > answers.json
 
 A question is the name of an answer below, and its arguments.
 """
 
+import functools
 import json
 import re
 import subprocess
@@ -43,13 +44,13 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def why_not():
-    """Why nothing can be compiled for a GPU here, or None."""
+def why_not(any_jax=False):
+    """Why nothing can be compiled for a GPU here, or None. Kernels are read as XLA of JAX 0.10 makes them."""
     import jax
 
     if not find_spec("jax_cuda12_plugin"):
         return "needs JAX's CUDA plugin, to compile for a GPU"
-    return None if jax.__version__.startswith("0.10.") else "compiling without a GPU was written for jax 0.10"
+    return None if any_jax or jax.__version__.startswith("0.10.") else "reads kernels as jax 0.10 makes them"
 
 
 def ask(questions):
@@ -85,6 +86,7 @@ def main():
     import jax
     import jax.numpy as jnp
     import numpy as np
+    import sharded_programs
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -233,7 +235,16 @@ def main():
         text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
         return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
 
+    def wire(name, transformed):
+        """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
+        program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
+        transform = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16) if transformed else lambda fn: fn
+        with program.context():
+            found = jaxamp.compiled_collectives(compiled(program.gradient(transform), *program.specs(), donate=()))
+        return [[row.kind, row.dtype, row.total, row.axes, row.source] for row in found if row.bytes > 64]
+
     answered = {
+        "wire": wire,
         "step": step,
         "two steps": two_steps,
         "law": law,

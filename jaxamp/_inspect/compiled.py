@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _LOWERED = re.compile(r"^module @|\b(?:stablehlo|func)\.", re.MULTILINE)
-_DTYPE_NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES |= {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 # A line: `%dot.3 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, metadata={op_name="jit(f)/dot_general"}`
-_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _DTYPE = re.compile(r"\b([a-z]+[0-9]+\w*)\[")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -37,30 +38,35 @@ def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
     >>> [row.operands for row in compiled_matmuls(compiled)]
     [('float32', 'float32')]
     """
+    return list(_matmuls(text_of("compiled_matmuls", compiled)))
+
+
+def text_of(name: str, compiled: Any) -> str:
+    """The text of a compiled program; `name` is the function that was given it."""
     text = compiled if isinstance(compiled, str) else getattr(compiled, "as_text", lambda: None)()
     if not isinstance(text, str) or _LOWERED.search(text):
         given = "text" if isinstance(compiled, str) else f"{type(compiled).__name__}"
         raise TypeError(
-            f"compiled_matmuls got {given} that is not a compiled program; expected what XLA made of one. Write "
-            "compiled_matmuls(jax.jit(fn).lower(...).compile())."
+            f"{name} got {given} that is not a compiled program; expected what XLA made of one. Write "
+            f"{name}(jax.jit(fn).lower(...).compile())."
         )
-    return list(_matmuls(text))
+    return text
 
 
 def _matmuls(text: str) -> Iterator[CompiledMatmul]:
     dtypes: dict[str, str] = {}  # names are unique in a computation, and an operand is defined before it is used
     for line in text.splitlines():
-        found = _LINE.match(line)
+        found = LINE.match(line)
         if found is None:
             continue
         name, kind, op, rest = found.groups()
         first = _DTYPE.search(kind)
         if first is not None:
-            dtypes[name] = _DTYPE_NAMES.get(first[1], first[1])
+            dtypes[name] = DTYPE_NAMES.get(first[1], first[1])
         op = _library_call(rest) if op == "custom-call" else op if op in ("dot", "convolution") else ""
         if op:
             operands = [dtypes[operand] for operand in _OPERAND.findall(rest.split("), ")[0]) if operand in dtypes]
-            yield CompiledMatmul(op, tuple(operands[:2]), _scope(rest))
+            yield CompiledMatmul(op, tuple(operands[:2]), scope_of(rest))
 
 
 def _library_call(rest: str) -> str:
@@ -69,7 +75,7 @@ def _library_call(rest: str) -> str:
     return found[1] if found is not None and any(word in found[1] for word in _LIBRARY_WORDS) else ""
 
 
-def _scope(rest: str) -> str:
+def scope_of(rest: str) -> str:
     """`jit(step)/transpose(jvp(block))/while/body/attention/dot_general` as `block/attention`.
 
     What JAX adds for loops and branches comes in pairs, which a scope of the user's with the same name does not. The

@@ -12,6 +12,7 @@ from .cotangents import share_cotangents
 from .layouts import order_results
 from .masks import spread_masks
 from .recompute import recompute
+from .send_low import send_low
 from .softmax import low_softmaxes
 from .streams import hold_streams_low
 from .transposes import fold_transposes
@@ -26,4 +27,4 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
 
-PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (recompute,)
+PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (send_low, recompute)

@@ -146,12 +146,12 @@ def map_steps(parts: tuple[Part, ...], replace: Callable[[int], Part]) -> tuple[
 
 
 def only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
-    """The variables of an open jaxpr that are results of the user's function and nothing else, rearranged or not."""
+    """The variables of an open jaxpr that are results of the user's function, or parts of them, and nothing else."""
     found = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if own and not isinstance(v, Literal)}
     read = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if not own and not isinstance(v, Literal)}
     found -= read
     for eqn in reversed(jaxpr.eqns):
-        passes_on = traits_of(eqn.primitive).keeps_all_entries and all(v in found for v in eqn.outvars)
+        passes_on = traits_of(eqn.primitive).delivers and all(v in found for v in eqn.outvars)
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 continue

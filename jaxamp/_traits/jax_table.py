@@ -16,6 +16,9 @@ _MOVES = """
     sort split squeeze stack stage stop_gradient tie tile top_k transpose unreduced_pmax unreduced_pmin unstack
     vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
 """
+_COMMUNICATES = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute reshard sharding_constraint
+"""
 _COMPARES = "and eq ge gt is_finite le lt ne not or xor"
 
 _TABLE: dict[str, str] = {
@@ -32,7 +35,13 @@ _TABLE: dict[str, str] = {
         scaled_dot scaled_matmul scaled_matmul_wrapper
     """,
     "moves": _MOVES,
+    "relays": f"""
+        {_COMMUNICATES} broadcast_in_dim concatenate copy dynamic_slice gather layout_constraint name
+        optimization_barrier pvary reshape rev select_n slice split squeeze stack tile transpose unstack
+    """,
+    "communicates": _COMMUNICATES,
     "keeps_all_entries": "copy reshape squeeze transpose",
+    "delivers": f"{_COMMUNICATES} add_any copy psum psum_invariant reduce_scatter reshape squeeze transpose",
     # sin, cos, exp, a matmul with weights and the like end it
     "keeps_range": """
         add add_any ceil convert_element_type cumsum div floor integer_pow mul psum psum_invariant reduce_sum

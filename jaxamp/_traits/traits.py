@@ -17,8 +17,13 @@ class Traits:
     # -- dtypes
     fixed_dtype: bool = False  # the dtype is part of its meaning: no rule of ours recasts it
     moves: bool = False  # the result holds entries of the operands, their signs or their indices; nothing is rounded
+    relays: bool = False  # the results are entries of the float operands, as they are: rounding may come first
+    communicates: bool = False  # it sends entries of one operand from device to device
     keeps_all_entries: bool = False  # each entry of the operand is in the result, once
     keeps_range: bool = False  # a position, or a number beyond the compute dtype's range, comes out as one
+    delivers: bool = (
+        False  # its operands arrive in its result, rearranged, sent to other devices, or summed as gradients
+    )
     returns_indices: bool = False  # integers among the results are places, not values of the operands
     makes_positions: bool = False  # its floats count places
     draws: bool = False  # random bits

@@ -143,7 +143,8 @@ def amp(
             next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
-            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `share_cotangents`, `recompute`.
+            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `share_cotangents`, `send_low`,
+            `recompute`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.

@@ -1,0 +1,133 @@
+"""Send values over the wire in the compute dtype, where everything that reads them rounds them to it.
+
+A float32 parameter that is split over devices is gathered for a matmul: by `with_sharding_constraint`, `reshard`, or
+`all_gather` in a `shard_map`. The matmul rounds it. Rounded first, and then gathered, it has the same value, and half
+the bytes go over the wire. Gradients are summed over devices in float32 as before (`_primitives/sent_low.py`).
+
+Where the gathering is left to XLA's partitioner, there is nothing to do: it rounds first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from .._compat import Jaxpr, Literal, Var, inside_hi, open_jaxpr, with_equations, with_hi_checkpoint
+from .._jaxpr import Memo
+from .._plan.bodies import Entry, with_bodies
+from .._plan.higher_order import describe
+from .._plan.plan import Setting
+from .._primitives.matmul import is_mixed
+from .._primitives.sent_low import sent_low
+from .._traits import traits_of
+
+
+def send_low(program: Jaxpr, setting: Setting) -> Jaxpr:
+    """The program with values sent in the compute dtype, where only rounded copies of them are read."""
+    if not setting.formats.narrows:
+        return program
+    outs = (False,) * len(open_jaxpr(program).outvars)
+    return _Sender(setting).run(program, outs)[0]
+
+
+Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them
+
+
+class _Sender:
+    """Rewrites jaxprs, each once for what is done with its results."""
+
+    def __init__(self, setting: Setting):
+        self._low, self._formats = setting.formats.compute_dtype, setting.formats
+        self._memo = Memo()
+
+    def run(self, jaxpr: Jaxpr, outs: Flags) -> tuple[Jaxpr, Flags]:
+        """The jaxpr rewritten, if all that reads its results rounds those in `outs`, and the same of its operands."""
+        return self._memo.get(jaxpr, outs, lambda: self._run(jaxpr, outs))
+
+    def _run(self, jaxpr: Jaxpr, outs: Flags) -> tuple[Jaxpr, Flags]:
+        body = open_jaxpr(jaxpr)
+        rounded: dict[Var, bool] = {}
+
+        def read(atoms: Sequence[Any], flags: Sequence[bool]) -> None:
+            for atom, flag in zip(atoms, flags, strict=True):
+                if not isinstance(atom, Literal):
+                    rounded[atom] = rounded.get(atom, True) and flag
+
+        read(body.outvars, outs)
+        eqns: list[Any] = []
+        for eqn in reversed(body.eqns):
+            results = tuple(rounded.get(v, False) for v in eqn.outvars)
+            new, flags = self._equation(eqn, results)
+            read(eqn.invars, flags)
+            eqns.append(new)
+        eqns.reverse()
+        same = all(new is old for new, old in zip(eqns, body.eqns, strict=True))
+        return jaxpr if same else _sent_once(jaxpr, eqns), tuple(rounded.get(v, False) for v in body.invars)
+
+    def _equation(self, eqn: Any, results: Flags) -> tuple[Any, Flags]:
+        """An equation whose results are read so, rewritten, and which of its operands it rounds."""
+        traits, params = traits_of(eqn.primitive), eqn.params
+        none = (False,) * len(eqn.invars)
+        entry = describe(eqn)
+        if entry is not None:
+            return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results)
+        if is_mixed(eqn.primitive):
+            exact = params["mixing"].exact
+            both = tuple(params["compute_dtype"] == self._low and not each for each in exact)
+            return eqn, both + none[2:]
+        if eqn.primitive is lax.convert_element_type_p:
+            return eqn, (np.dtype(params["new_dtype"]) == self._low,)
+        if not traits.relays or not all(results):
+            return eqn, none
+        if traits.communicates and not traits.fixed_dtype and self._formats.may_lower(eqn.invars[0]):
+            return eqn.replace(primitive=sent_low(eqn.primitive), params={**params, "low": self._low}), (True,)
+        return eqn, (True,) * len(eqn.invars)
+
+    def _enter(self, eqn: Any, entry: Entry, results: Flags) -> tuple[Any, Flags]:
+        carried = {operand for operand, _ in entry.carries}
+        carried_out = {result for _, result in entry.carries}
+        flags, new = [True] * len(eqn.invars), []
+        for body in entry.bodies:
+            count = len(open_jaxpr(body.jaxpr).outvars)
+            outs = tuple(results[r] and r not in carried_out for r in body.results) or (False,) * count
+            jaxpr, ins = self.run(body.jaxpr, outs)
+            new.append(jaxpr)
+            for operand, flag in zip(body.operands, ins, strict=True):
+                flags[operand] = flags[operand] and flag and operand not in carried
+        if any(jaxpr is not body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
+            eqn = eqn.replace(params=_with_bodies(eqn, entry, new))
+        return eqn, tuple(flags)
+
+
+def _with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation with other bodies, a checkpoint's of JAX 0.11.2 and newer too."""
+    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    if hi is not None and hi.kind == "checkpoint":
+        return {**eqn.params, "_prim": with_hi_checkpoint(eqn.params["_prim"], jaxprs[0], 0)}
+    return with_bodies(eqn, entry, jaxprs)
+
+
+def _sent_once(jaxpr: Jaxpr, eqns: Sequence[Any]) -> Jaxpr:
+    """A jaxpr of these equations, in which a value that is sent low to the same place again is not sent again.
+
+    XLA would see that two float32 copies are the same; behind a barrier it does not.
+    """
+    sent: list[Any] = []
+    instead: dict[Var, Var] = {}
+    new: list[Any] = []
+    for eqn in eqns:
+        eqn = eqn.replace(invars=_renamed(eqn.invars, instead)) if instead else eqn
+        if traits_of(eqn.primitive).communicates and "low" in eqn.params:
+            known = (old for old in sent if old.primitive is eqn.primitive and old.invars[0] is eqn.invars[0])
+            same = next((old for old in known if old.params == eqn.params and old.ctx == eqn.ctx), None)
+            if same is not None:
+                instead[eqn.outvars[0]] = same.outvars[0]
+                continue
+            sent.append(eqn)
+        new.append(eqn)
+    return with_equations(jaxpr, new, _renamed(open_jaxpr(jaxpr).outvars, instead))
+
+
+def _renamed(atoms: Sequence[Any], instead: dict[Var, Var]) -> list[Any]:
+    return [atom if isinstance(atom, Literal) else instead.get(atom, atom) for atom in atoms]

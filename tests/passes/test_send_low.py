@@ -1,0 +1,152 @@
+"""Values that are only read rounded are sent rounded; gradients are summed over devices in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sharded_programs
+from helpers import AMP, BF16, F32, both, equations, error, in_float64, normal
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxamp
+from jaxamp._primitives.sent_low import sent_low
+from jaxamp._traits import traits_of
+
+WITHOUT = functools.partial(AMP, disable_passes=["send_low"])
+
+
+@functools.cache
+def programs():
+    return sharded_programs.programs(jax.devices(), 64, 2)
+
+
+def sends(jaxpr):
+    """Primitive, and whether it is low, of what is sent in the forward pass and back."""
+    found = [eqn for eqn in equations(jaxpr) if traits_of(eqn.primitive).communicates and eqn.outvars[0].aval.ndim > 1]
+    return [(eqn.primitive.name.removeprefix("low_"), "low" in eqn.params) for eqn in found]
+
+
+def arguments(program):
+    weights, batch = program.specs()
+    made = [normal(i, *w.shape, scale=w.shape[-1] ** -0.5) for i, w in enumerate(weights)]
+    placed = [jax.device_put(x, w.sharding) for x, w in zip(made, weights, strict=True)]
+    x = normal(9, *batch.shape)
+    return (made, x), (placed, jax.device_put(x, batch.sharding))
+
+
+@both
+@pytest.mark.parametrize("name", sharded_programs.NAMES)
+def test_gradients_are_those_of_one_device(name, low):
+    program = programs()[name]()
+    plain, placed = arguments(program)
+    with program.context():
+        amp = functools.partial(jaxamp.amp, compute_dtype=low)
+        found = jax.jit(program.gradient(amp))(*placed)
+        exact = in_float64(program.gradient(lambda f: f), *placed)
+    for g, e, w in zip(found, exact, plain[0], strict=True):
+        assert g.dtype == F32
+        assert g.shape == w.shape
+        assert error(g, e) < 2e-2
+
+
+@pytest.mark.parametrize("name", sharded_programs.NAMES)
+def test_what_is_read_rounded_is_sent_rounded(name):
+    program = programs()[name]()
+    with program.context():
+        specs = program.specs()
+        written = sends(jax.make_jaxpr(program.loss)(*specs))
+        found = sends(jax.make_jaxpr(AMP(program.loss))(*specs))
+        before = sends(jax.make_jaxpr(WITHOUT(program.loss))(*specs))
+    assert written
+    assert not any(is_low for _, is_low in before)
+    assert {is_low for _, is_low in found} == {name != "wide reader"}
+    assert len(found) <= len(written)
+
+
+def test_a_weight_that_is_gathered_twice_is_sent_once():
+    program = programs()["used twice"]()
+    assert len(sends(jax.make_jaxpr(program.loss)(*program.specs()))) == 2
+    assert sends(jax.make_jaxpr(AMP(program.loss))(*program.specs())) == [("sharding_constraint", True)]
+
+
+def everywhere(w):
+    return lax.with_sharding_constraint(w, NamedSharding(Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec()))
+
+
+def returned(w, x):
+    w = everywhere(w)
+    return x @ w, w
+
+
+def also_read_by_an_exponential(w, x):
+    w = everywhere(w)
+    return x @ w + jnp.exp(w[0])
+
+
+def carried_by_a_loop(w, x):
+    return lax.scan(lambda c, _: (c.T, x @ c), everywhere(w), None, length=2)[1]
+
+
+def sorted_first(w, x):
+    """Rounding might make entries equal, and their order is then another."""
+    return x @ jnp.sort(everywhere(w))
+
+
+W, X = normal(0, 16, 16), normal(1, 8, 16)
+
+
+@pytest.mark.parametrize("fn", [returned, also_read_by_an_exponential, carried_by_a_loop, sorted_first])
+def test_what_something_else_reads_is_sent_as_it_is(fn):
+    jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+    assert not any(is_low for _, is_low in sends(jaxpr))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(AMP(fn))(W, X), jax.jit(WITHOUT(fn))(W, X))
+
+
+def test_float32_changes_nothing():
+    same = jaxamp.amp(lambda w, x: x @ everywhere(w), compute_dtype=F32)
+    assert sends(jax.make_jaxpr(same)(W, X)) == [("sharding_constraint", False)]
+
+
+# -- the primitive
+
+
+def rounded(x):
+    return np.asarray(x.astype(BF16).astype(F32))
+
+
+PARAMS = dict(jax.make_jaxpr(everywhere)(W).eqns[0].params)
+SENT = functools.partial(sent_low(jax.make_jaxpr(everywhere)(W).eqns[0].primitive).bind, low=np.dtype(BF16), **PARAMS)
+
+
+def test_its_value_is_rounded_and_its_derivative_is_not():
+    out, pull = jax.vjp(jax.jit(SENT), W)
+    np.testing.assert_array_equal(out, rounded(W))
+    np.testing.assert_array_equal(pull(W * 1.001)[0], W * 1.001)
+    out, tangent = jax.jvp(SENT, (W,), (W * 1.001,))
+    np.testing.assert_array_equal(out, rounded(W))
+    np.testing.assert_array_equal(tangent, W * 1.001)
+
+
+def test_the_low_result_is_what_is_kept():
+    _, pull = jax.vjp(lambda w: jnp.sum(jnp.sin(SENT(w))), W)
+    jaxpr = jax.make_jaxpr(lambda w: jax.vjp(SENT, w)[0])(W)
+    (sent,) = (eqn for eqn in equations(jaxpr) if "low" in eqn.params)
+    assert sent.outvars[0].aval.dtype == BF16
+    np.testing.assert_allclose(pull(jnp.float32(1.0))[0], np.cos(rounded(W)), rtol=1e-6)
+
+
+def test_it_is_differentiated_twice():
+    second = jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(jnp.sin(SENT(w))))(w) ** 2))(W)
+    np.testing.assert_allclose(second, -2 * np.sin(rounded(W)) * np.cos(rounded(W)), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_it_is_vectorized(axis):
+    many = jnp.stack([W, 2.0 * W, -W], axis)
+    found = jax.vmap(SENT, axis, axis)(many)
+    np.testing.assert_array_equal(found, rounded(many))
+    jaxpr = jax.make_jaxpr(jax.vmap(SENT, axis, axis))(many)
+    assert any("low" in eqn.params for eqn in equations(jaxpr))

@@ -1,0 +1,185 @@
+"""Programs over several devices that gather their weights in different ways.
+
+A weight is split over the axis "d" of a mesh, and so is the batch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+class Sharded(NamedTuple):
+    """A loss, and shapes and shardings of its weights and its batch."""
+
+    loss: Callable[[Any, Any], Any]
+    mesh: Mesh
+    weights: list[tuple[tuple[int, ...], PartitionSpec]]
+    batch: tuple[tuple[int, ...], PartitionSpec]
+
+    def specs(self) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+        shaped = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
+        return [shaped(*weight) for weight in self.weights], shaped(*self.batch)
+
+    def gradient(self, transform: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """Gradients by the weights, split as these."""
+        shardings = [NamedSharding(self.mesh, spec) for _, spec in self.weights]
+
+        def gradient(weights: Any, batch: Any) -> Any:
+            grads = jax.grad(transform(self.loss))(weights, batch)
+            if self.is_explicit:
+                return grads
+            return [lax.with_sharding_constraint(g, s) for g, s in zip(grads, shardings, strict=True)]
+
+        return gradient
+
+    @property
+    def is_explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        return jax.set_mesh(self.mesh) if self.is_explicit else contextlib.nullcontext()
+
+
+P = PartitionSpec
+
+
+def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Sharded]]:
+    """Programs by name, for so many devices; `rows` of the batch for each of them."""
+    devices = np.asarray(devices)
+    mesh = Mesh(devices, ("d",))
+    square, stacked = (width, width), (3, width, width)
+    batch = (rows * devices.size, width), P("d")
+    split, everywhere = P("d"), NamedSharding(mesh, P())
+    gathered = lambda w: lax.with_sharding_constraint(w, everywhere)
+
+    def layers(gather: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+        def loss(weights: Any, x: Any) -> Any:
+            for w in weights:
+                x = jnp.tanh(x @ gather(w))
+            return jnp.mean(x**2)
+
+        return loss
+
+    def on_mesh(loss: Any, *, shape: Any = square, spec: Any = split, count: int = 1, on: Mesh = mesh) -> Sharded:
+        return Sharded(loss, on, [(shape, spec)] * count, batch)
+
+    def mapped(local: Callable[[Any, Any], Any], spec: Any = split, **options: Any) -> Callable[[Any, Any], Any]:
+        """A loss of what each device has, and its mean."""
+        inside = functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec, P("d")), out_specs=P(), **options)
+        return inside(lambda weights, x: lax.pmean(local(weights, x), "d"))
+
+    all_gathered = lambda w: lax.all_gather(w, "d", tiled=True)
+
+    def constraint() -> Sharded:
+        return on_mesh(layers(gathered), count=3)
+
+    def shard_map() -> Sharded:
+        return on_mesh(mapped(layers(all_gathered)), count=3)
+
+    def reshard() -> Sharded:
+        explicit = Mesh(devices, ("d",), axis_types=(AxisType.Explicit,))
+        return on_mesh(layers(lambda w: jax.sharding.reshard(w, P())), count=3, on=explicit)
+
+    def used_twice() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            w = gathered(weights[0])
+            return jnp.mean((jnp.tanh(x @ w) @ w.T @ gathered(weights[0])) ** 2)
+
+        return on_mesh(loss)
+
+    def scan(inside: bool) -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            layer = lambda h, w: (jnp.tanh(h @ (gathered(w) if inside else w)), None)
+            return jnp.mean(lax.scan(layer, x, weights[0] if inside else gathered(weights[0]))[0] ** 2)
+
+        return on_mesh(loss, shape=stacked, spec=P(None, "d"))
+
+    def remat() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            for w in weights:
+                x = jax.checkpoint(lambda w, x: jnp.tanh(x @ gathered(w)))(w, x)
+            return jnp.mean(x**2)
+
+        return on_mesh(loss, count=3)
+
+    def scan_and_remat_in_shard_map() -> Sharded:
+        def local(weights: Any, x: Any) -> Any:
+            layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ all_gathered(w)), None))
+            return jnp.mean(lax.scan(layer, x, weights[0])[0] ** 2)
+
+        return on_mesh(mapped(local, [P(None, "d")]), shape=stacked, spec=P(None, "d"))
+
+    def micro_batches() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            w = gathered(weights[0])
+            return jnp.mean(lax.map(lambda x: jnp.mean(jnp.tanh(x @ w) ** 2), jnp.stack([x, 2.0 * x])))
+
+        return on_mesh(loss)
+
+    def two_axes() -> Sharded:
+        both = Mesh(devices.reshape(-1, 2), ("d", "t"))
+
+        def loss(weights: Any, x: Any) -> Any:
+            up, down = (NamedSharding(both, spec) for spec in (P(None, "t"), P("t", None)))
+            h = jnp.tanh(x @ lax.with_sharding_constraint(weights[0], up))
+            return jnp.mean((h @ lax.with_sharding_constraint(weights[1], down)) ** 2)
+
+        return Sharded(loss, both, [(square, P("d", "t")), (square, P("t", "d"))], batch)
+
+    def heads() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            w = gathered(weights[0]).reshape(width, 4, -1)
+            return jnp.mean(jnp.einsum("bhk,dhk->bd", jnp.tanh(jnp.einsum("bd,dhk->bhk", x, w)), w) ** 2)
+
+        return on_mesh(loss)
+
+    def gathered_by_a_function() -> Sharded:
+        gather = jax.jit(gathered)
+        return on_mesh(layers(gather), count=2)
+
+    def wide_reader() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            w = gathered(weights[0])
+            return jnp.mean(jnp.tanh(x @ w) ** 2) + 1e-3 * jnp.mean(jnp.exp(w))
+
+        return on_mesh(loss)
+
+    return {
+        "constraint": constraint,
+        "shard_map": shard_map,
+        "reshard": reshard,
+        "used twice": used_twice,
+        "in a scan": functools.partial(scan, True),
+        "before a scan": functools.partial(scan, False),
+        "remat": remat,
+        "scan and remat in a shard_map": scan_and_remat_in_shard_map,
+        "micro-batches": micro_batches,
+        "two axes": two_axes,
+        "heads": heads,
+        "gathered by a function": gathered_by_a_function,
+        "wide reader": wide_reader,
+    }
+
+
+NAMES = (
+    "constraint",
+    "shard_map",
+    "reshard",
+    "used twice",
+    "in a scan",
+    "before a scan",
+    "remat",
+    "scan and remat in a shard_map",
+    "micro-batches",
+    "two axes",
+    "heads",
+    "gathered by a function",
+    "wide reader",
+)
