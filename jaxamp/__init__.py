@@ -20,6 +20,8 @@ from ._inspect.unmatched import unmatched_keys as unmatched_keys
 from ._plan.bodies import Body as Body
 from ._plan.bodies import Entry as Entry
 from ._plan.higher_order import register_higher_order as register_higher_order
+from ._policy.communication import COMMUNICATION as COMMUNICATION
+from ._policy.communication import Communication as Communication
 from ._policy.load import load_policy as load_policy
 from ._policy.lookup import Policy as Policy
 from ._policy.rules import use_compute_precision as use_compute_precision

@@ -235,10 +235,13 @@ def main():
         text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
         return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
 
-    def wire(name, transformed):
+    def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
-        transform = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16) if transformed else lambda fn: fn
+        transform = lambda fn: fn
+        if asked is not None:
+            policy = {**jaxamp.load_policy("default"), jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
+            transform = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
         with program.context():
             found = jaxamp.compiled_collectives(compiled(program.gradient(transform), *program.specs(), donate=()))
         return [[row.kind, row.dtype, row.total, row.axes, row.source] for row in found if row.bytes > 64]

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._compat import Primitive
 from .._plan.higher_order import higher_order
+from .._policy.communication import Communication
 from .._policy.lookup import Key, Policy
 from .._policy.rules import WORDS, ByTarget, Rule
 
@@ -106,7 +107,9 @@ def _scope_and_primitive(key: Key) -> tuple[str | None, str | None]:
     return (key, None) if isinstance(key, str) else (key[0], key[1].name)
 
 
-def _rule_name(rule: Rule, dtype: np.dtype | None) -> RuleName:
+def _rule_name(rule: Rule | Communication, dtype: np.dtype | None) -> RuleName:
+    if isinstance(rule, Communication):
+        return RuleName(f"gather {rule.gather}, reduce {rule.reduce}", {})
     if not isinstance(rule, ByTarget):
         return RuleName(_NAMES[rule], {})
     if dtype is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .._policy.communication import COMMUNICATION
 from .._policy.toml import Header
 from .._table import WIDTH, Column, table
 from .doctor import Device, Diagnosis
@@ -31,6 +32,7 @@ def render_policy(name: str, header: Header, entries: Sequence[PolicyEntry], dty
             for entry in primitives
             if special in entry.rule.by_dtype
         )
+    parts += [f"\nbetween devices: {entry.rule}" for entry in primitives if entry.primitive == COMMUNICATION.name]
     scoped = [entry for entry in entries if entry.scope is not None]
     return "\n".join([*parts, "", "scopes", *table((_key(entry), str(entry.rule)) for entry in scoped)])
 

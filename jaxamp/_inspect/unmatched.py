@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._plan.plan import Step
+from .._policy.communication import COMMUNICATION
 from .._policy.load import load_policy
 from .._policy.lookup import Key
 from .._policy.toml import presets
@@ -51,7 +52,7 @@ def steps_of(plans: Iterable[Sequence[Step]]) -> Iterator[Step]:
 
 def unmatched(options: Options, steps: Iterable[Step]) -> list[Key]:
     """The keys of a policy that are not a preset's, and that no step was found under."""
-    found: set[Key] = {step.found.key for step in steps}
+    found: set[Key] = {step.found.key for step in steps} | options.lookup.communication_keys() | {COMMUNICATION}
     ours = [load_policy(name) for name in presets()]
     return [
         key

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from .._compat import Jaxpr, Literal, Var, inside_hi, open_jaxpr, with_equations, with_hi_checkpoint
+from .._compat import Jaxpr, Literal, Primitive, Var, inside_hi, open_jaxpr, scopes, with_equations, with_hi_checkpoint
 from .._jaxpr import Memo
 from .._plan.bodies import Entry, with_bodies
+from .._plan.classify import Path
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
+from .._policy.communication import Communication
 from .._primitives.matmul import is_mixed
-from .._primitives.sent_low import sent_low
+from .._primitives.sent_low import reduced_low, sent_low, takes_wire
 from .._traits import traits_of
 
 
@@ -28,7 +30,7 @@ def send_low(program: Jaxpr, setting: Setting) -> Jaxpr:
     if not setting.formats.narrows:
         return program
     outs = (False,) * len(open_jaxpr(program).outvars)
-    return _Sender(setting).run(program, outs)[0]
+    return _Sender(setting).run(program, outs, ())[0]
 
 
 Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them
@@ -39,13 +41,14 @@ class _Sender:
 
     def __init__(self, setting: Setting):
         self._low, self._formats = setting.formats.compute_dtype, setting.formats
+        self._communication = setting.communication
         self._memo = Memo()
 
-    def run(self, jaxpr: Jaxpr, outs: Flags) -> tuple[Jaxpr, Flags]:
+    def run(self, jaxpr: Jaxpr, outs: Flags, path: Path) -> tuple[Jaxpr, Flags]:
         """The jaxpr rewritten, if all that reads its results rounds those in `outs`, and the same of its operands."""
-        return self._memo.get(jaxpr, outs, lambda: self._run(jaxpr, outs))
+        return self._memo.get(jaxpr, (outs, path), lambda: self._run(jaxpr, outs, path))
 
-    def _run(self, jaxpr: Jaxpr, outs: Flags) -> tuple[Jaxpr, Flags]:
+    def _run(self, jaxpr: Jaxpr, outs: Flags, path: Path) -> tuple[Jaxpr, Flags]:
         body = open_jaxpr(jaxpr)
         rounded: dict[Var, bool] = {}
 
@@ -58,46 +61,62 @@ class _Sender:
         eqns: list[Any] = []
         for eqn in reversed(body.eqns):
             results = tuple(rounded.get(v, False) for v in eqn.outvars)
-            new, flags = self._equation(eqn, results)
+            new, flags = self._equation(eqn, results, path + scopes(eqn.source_info.name_stack))
             read(eqn.invars, flags)
             eqns.append(new)
         eqns.reverse()
         same = all(new is old for new, old in zip(eqns, body.eqns, strict=True))
         return jaxpr if same else _sent_once(jaxpr, eqns), tuple(rounded.get(v, False) for v in body.invars)
 
-    def _equation(self, eqn: Any, results: Flags) -> tuple[Any, Flags]:
+    def _equation(self, eqn: Any, results: Flags, path: Path) -> tuple[Any, Flags]:
         """An equation whose results are read so, rewritten, and which of its operands it rounds."""
         traits, params = traits_of(eqn.primitive), eqn.params
         none = (False,) * len(eqn.invars)
         entry = describe(eqn)
         if entry is not None:
-            return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results)
+            return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results, path)
         if is_mixed(eqn.primitive):
             exact = params["mixing"].exact
             both = tuple(params["compute_dtype"] == self._low and not each for each in exact)
             return eqn, both + none[2:]
         if eqn.primitive is lax.convert_element_type_p:
             return eqn, (np.dtype(params["new_dtype"]) == self._low,)
-        if not traits.relays or not all(results):
-            return eqn, none
-        if traits.communicates and not traits.fixed_dtype and self._formats.may_lower(eqn.invars[0]):
-            return eqn.replace(primitive=sent_low(eqn.primitive), params={**params, "low": self._low}), (True,)
-        return eqn, (True,) * len(eqn.invars)
+        if not traits.communicates or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):
+            return eqn, (traits.relays and all(results),) * len(eqn.invars)
+        asked = self._communication(path)
+        changed = {**params, "low": self._low, "reduce": asked.reduce}
+        if all(results):
+            _check(eqn.primitive, asked)
+            dtype = self._low if asked.gather == "compute" else eqn.invars[0].aval.dtype
+            return eqn.replace(primitive=sent_low(eqn.primitive), params={**changed, "low": dtype}), (
+                dtype == self._low,
+            )
+        if asked.reduce != "float32" and takes_wire(eqn.primitive):
+            return eqn.replace(primitive=reduced_low(eqn.primitive), params=changed), none
+        return eqn, none
 
-    def _enter(self, eqn: Any, entry: Entry, results: Flags) -> tuple[Any, Flags]:
+    def _enter(self, eqn: Any, entry: Entry, results: Flags, path: Path) -> tuple[Any, Flags]:
         carried = {operand for operand, _ in entry.carries}
         carried_out = {result for _, result in entry.carries}
         flags, new = [True] * len(eqn.invars), []
         for body in entry.bodies:
             count = len(open_jaxpr(body.jaxpr).outvars)
             outs = tuple(results[r] and r not in carried_out for r in body.results) or (False,) * count
-            jaxpr, ins = self.run(body.jaxpr, outs)
+            jaxpr, ins = self.run(body.jaxpr, outs, path)
             new.append(jaxpr)
             for operand, flag in zip(body.operands, ins, strict=True):
                 flags[operand] = flags[operand] and flag and operand not in carried
         if any(jaxpr is not body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
             eqn = eqn.replace(params=_with_bodies(eqn, entry, new))
         return eqn, tuple(flags)
+
+
+def _check(primitive: Primitive, asked: Communication) -> None:
+    if asked.reduce == "wire" and not takes_wire(primitive):
+        raise ValueError(
+            f"The policy has reduce='wire' for {primitive.name}, where XLA sums gradients on its own; expected "
+            "lax.all_gather in a shard_map, where amp sends them. Write reduce='compute', or reduce='float32'."
+        )
 
 
 def _with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:

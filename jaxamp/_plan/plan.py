@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import Format, Formats
+from .._policy.communication import Communication
 from .._policy.lookup import Found
 from .._traits import traits_of
 from .bodies import Entry
@@ -64,6 +65,7 @@ class Setting(NamedTuple):
 
     formats: Formats
     keep: Keep = "auto"  # what is kept for the backward pass
+    communication: Callable[[Path], Communication] = lambda path: Communication()  # by the scopes of an operation
 
 
 class Plan(NamedTuple):

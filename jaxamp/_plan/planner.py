@@ -224,7 +224,7 @@ class Planner:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
                 return written()
             case Mode.LOW:
-                return self._low_step(eqn, decision, ins, low(), wanted[0] is not Want.LOW)
+                return self._low_step(eqn, decision, ins, low(), wanted[0] is not Want.LOW, path)
             case Mode.FOLLOW:
                 wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
                 held_wide = any(v.sensitivity is LOW and not v.is_low for v in ins)
@@ -271,7 +271,7 @@ class Planner:
         factor = float(abs(eqn.invars[1].val))
         return factor > 1 if eqn.primitive is lax.div_p else factor < 1
 
-    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, wide: bool) -> Step:
+    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, wide: bool, path: Path) -> Step:
         """A step that runs low. `step` reads all floats low, and has all float results low.
 
         `wide`: the result of a matmul comes out in float32 all the same.
@@ -291,7 +291,9 @@ class Planner:
             inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
             reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
             given = (inside[0] and ins[0].given, inside[1] and ins[1].given)
-            mixing = Mixing(given, exact_tangents=bool(decision.magnified))
+            inner = path + scopes(eqn.source_info.name_stack)
+            reduces_low = self.setting.communication(inner).reduce == "compute"
+            mixing = Mixing(given, exact_tangents=bool(decision.magnified), low_gradients=reduces_low)
             step = step._replace(reads=tuple(reads), operation=self._mixed(mixing))
         if isinstance(decision.found.rule, Replacement):  # JAX would differentiate one with a float32 result in float32
             return self._replaced(decision.found.rule, step)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .._compat import Primitive
 from .._errors import nearest
+from .communication import COMMUNICATION, Communication
 from .lookup import Policy
 from .toml import load_preset, load_table, presets
 
@@ -47,7 +48,13 @@ def _check_mapping(policy: Policy) -> None:
                 f"amp_policy has the key {key!r}, of type {type(key).__name__}; expected a primitive, a scope's name "
                 "or a pair of both. Write for example jax.lax.add_p, 'attention' or ('attention', jax.lax.add_p)."
             )
-        if not callable(rule):
+        if (key[1] if pair else key) is COMMUNICATION:
+            if not isinstance(rule, Communication):
+                raise TypeError(
+                    f"amp_policy[{key!r}] is {rule!r}; expected a Communication. Write for example "
+                    "jaxamp.Communication(reduce='compute')."
+                )
+        elif not callable(rule):
             raise TypeError(
                 f"amp_policy[{key!r}] is {rule!r}; expected a rule, a function of (compute_dtype, original_dtypes, "
                 "*invars, **bind_params). Write for example jaxamp.use_original_precision."

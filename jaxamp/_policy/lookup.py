@@ -11,14 +11,18 @@ import numpy as np
 
 from .._compat import Primitive
 from .._traits import traits_of
+from .communication import COMMUNICATION, Communication
 from .rules import ByTarget, Rule, use_original_precision
 from .scopes import is_glob, matches
 
 Key = Any  # Primitive | str | tuple[str, Primitive]
-Policy = Mapping[Key, Rule]
+Policy = Mapping[Key, Rule | Communication]  # a `Communication` under `COMMUNICATION`, alone or with a scope
 
 # Scopes that pin full precision by default; the last is also the key of every operation that has no other.
 PINS: Policy = dict.fromkeys(("amp_stop", "amp_step", "amp_default"), use_original_precision)
+
+
+_BY_DEFAULT = Communication()
 
 
 class Found(NamedTuple):
@@ -40,15 +44,17 @@ class Lookup:
     """A policy for one compute dtype, ready to be asked."""
 
     def __init__(self, policy: Policy, compute_dtype: np.dtype):
-        def resolved(rule: Rule) -> Rule:
+        def resolved(rule: Any) -> Any:
             return rule.resolve(compute_dtype) if isinstance(rule, ByTarget) else rule
 
-        self._rules: dict[Key, Rule] = {k: resolved(r) for k, r in {**PINS, **policy}.items()}
+        self._rules: dict[Key, Any] = {k: resolved(r) for k, r in {**PINS, **policy}.items()}
         scoped = [key for key in self._rules if not isinstance(key, Primitive)]
         self._globs = [key for key in scoped if is_glob(key if isinstance(key, str) else key[0])]
         self._found: dict[tuple[tuple[str, ...], Primitive], Found] = {}
+        self._sent: dict[tuple[str, ...], Key] = {}
         self.identity = _identity(self._rules)
-        self.inert = all(rule is use_original_precision for rule in self._rules.values())
+        rules = (rule for rule in self._rules.values() if not isinstance(rule, Communication))
+        self.inert = all(rule is use_original_precision for rule in rules)
 
     def __call__(self, path: tuple[str, ...], primitive: Primitive) -> Found:
         """The rule for `primitive` inside the named scopes `path`, outermost first."""
@@ -56,6 +62,23 @@ class Lookup:
         if found is None:
             found = self._found[path, primitive] = self._find(path, primitive)
         return found
+
+    def communication(self, path: tuple[str, ...]) -> Communication:
+        """What is said of values that are sent inside the named scopes `path`."""
+        if path not in self._sent:
+            self._sent[path] = self._find_communication(path)
+        return self._rules.get(self._sent[path], _BY_DEFAULT)
+
+    def communication_keys(self) -> set[Key]:
+        """The keys that `communication` has found something under."""
+        return set(self._sent.values())
+
+    def _find_communication(self, path: tuple[str, ...]) -> Key:
+        for depth in range(1, len(path) + 1):
+            for key in self._keys_at(path[:depth], COMMUNICATION):
+                if isinstance(key, tuple):  # else a rule for all operations of a scope
+                    return key
+        return COMMUNICATION
 
     def _find(self, path: tuple[str, ...], primitive: Primitive) -> Found:
         primitive = traits_of(primitive).policy_key or primitive

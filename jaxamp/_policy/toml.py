@@ -12,8 +12,16 @@ float32 = ["mul"]
 head = "float32"                 # scope = word
 "*/attention/*" = "infer"
 "eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
+
+[communication]                  # between devices
+gather = "compute"               # parameters that only matmuls read: compute or float32
+reduce = "float32"               # gradients of parameters: float32, compute or wire
+
+[communication.scopes]
+head = { gather = "float32" }    # what is not said is as above
 """
 
+import dataclasses
 import functools
 import re
 import tomllib
@@ -25,9 +33,11 @@ from typing import Any, NamedTuple, NoReturn
 from .._compat import NOT_EVERYWHERE, Primitive, primitives
 from .._errors import nearest
 from .._traits import declared
+from .communication import COMMUNICATION, FIELDS, Communication
 from .lookup import PINS, Key, Policy
 from .rules import WORDS, ByTarget, Rule, use_original_precision
 
+_SECTIONS = ("rules", "scopes", "communication", "extends")
 _TARGETS = ("float16", "bfloat16")
 _LONGEST_CHAIN = 50  # of tables that extend one another
 
@@ -141,14 +151,13 @@ def _base(table: _Table, extends: Any) -> Policy:
     return load_table(table.folder / extends, table.chain)
 
 
-def _parse(table: _Table) -> dict[Key, Rule]:
+def _parse(table: _Table) -> dict[Key, Any]:
     data = _parse_toml(table.name, table.text)
     for section in data:
-        if section not in ("extends", "description", "rules", "scopes"):
-            table.fail(
-                section, "extends, description, [rules] or [scopes]", nearest(section, ("rules", "scopes", "extends"))
-            )
-    policy: dict[Key, Rule] = dict(_base(table, data["extends"])) if "extends" in data else dict(PINS)
+        if section not in ("description", *_SECTIONS):
+            expected = "extends, description, [rules], [scopes] or [communication]"
+            table.fail(section, expected, nearest(section, _SECTIONS))
+    policy: dict[Key, Any] = dict(_base(table, data["extends"])) if "extends" in data else dict(PINS)
     rules = dict(_section(table, data, "rules", "rules"))
     by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
     rules = {word: names for word, names in rules.items() if word not in _TARGETS}
@@ -157,7 +166,7 @@ def _parse(table: _Table) -> dict[Key, Rule]:
         for primitive, rule in _assignments(table, entries).items():
             old = policy.get(primitive, use_original_precision)
             default, special = old if isinstance(old, ByTarget) else (old, {})
-            policy[primitive] = ByTarget(default, {**special, target: rule})  # type: ignore[assignment]
+            policy[primitive] = ByTarget(default, {**special, target: rule})
     for scope, entry in _section(table, data, "scopes", "scopes").items():
         if not isinstance(entry, dict):
             policy[scope] = _rule(table, entry)
@@ -166,7 +175,29 @@ def _parse(table: _Table) -> dict[Key, Rule]:
             scoped, rule = _primitive(table, name), _rule(table, word)
             if scoped is not None:
                 policy[scope, scoped] = rule
-    return policy
+    return policy | _communication(table, data, policy.get(COMMUNICATION, Communication()))
+
+
+def _communication(table: _Table, data: Mapping[str, Any], before: Communication) -> dict[Key, Communication]:
+    section = dict(_section(table, data, "communication", "communication"))
+    scopes = _section(table, section, "scopes", "communication.scopes")
+    section.pop("scopes", None)
+    everywhere = _sent(table, section, before)
+    found: dict[Key, Communication] = {COMMUNICATION: everywhere} if section else {}
+    for scope, words in scopes.items():
+        if not isinstance(words, dict):
+            table.fail(scope, "gather or reduce after it", f' Write {scope} = {{ reduce = "compute" }}.')
+        found[scope, COMMUNICATION] = _sent(table, words, everywhere)
+    return found
+
+
+def _sent(table: _Table, words: Mapping[str, Any], before: Communication) -> Communication:
+    for name, word in words.items():
+        if name not in FIELDS:
+            table.fail(name, "gather, reduce or [communication.scopes]", nearest(name, FIELDS))
+        if word not in FIELDS[name]:
+            table.fail(str(word), f"{' or '.join(FIELDS[name])} after {name}", nearest(str(word), FIELDS[name]))
+    return dataclasses.replace(before, **words)
 
 
 def _read(path: Path) -> str:

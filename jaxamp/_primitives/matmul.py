@@ -50,6 +50,7 @@ class Mixing(NamedTuple):
     given: tuple[bool, bool] = (False, False)
     exact_tangents: bool = False  # tangents and cotangents are not rounded: for what a solve reads
     exact: tuple[bool, bool] = (False, False)  # which operands are such tangents
+    low_gradients: bool = False  # gradients are summed over devices in the compute dtype, and are float32 then
 
 
 def mixed(
@@ -175,7 +176,8 @@ def _transposed(
     base: Primitive, i: int, aval: Any, compute_dtype: np.dtype, mixing: Mixing, params: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     """The transpose of the base by operand `i`, told to come out in that operand's dtype. JAX remembers its trace."""
-    settings = {**dict(params), "preferred_element_type": aval.dtype}
+    is_low = mixing.low_gradients and not mixing.exact_tangents
+    settings = {**dict(params), "preferred_element_type": compute_dtype if is_low else aval.dtype}
     if mixing.exact_tangents:
         settings["precision"] = _HIGHEST
 
@@ -183,13 +185,13 @@ def _transposed(
         both = [other, other]
         both[i] = ad.UndefinedPrimal(aval)
         out = ad.primitive_transposes[base](ct, *both, *rest, **settings)[i]
-        return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
+        return jnp.zeros(aval.shape, settings["preferred_element_type"]) if type(out) is ad.Zero else out
 
     def transposed(ct: Any, other: Any, *rest: Any) -> Any:
         if mixing.exact_tangents:
             return rule(ct, other if mixing.exact[1 - i] else _rounded(other, compute_dtype, ct.dtype), *rest)
         low = [_low(ct, compute_dtype), _low(other, compute_dtype), *rest]
-        return _with_mixed(base, rule, low, low, compute_dtype)[0]
+        return _low(_with_mixed(base, rule, low, low, compute_dtype)[0], aval.dtype)
 
     return jax.jit(transposed, inline=EARLY_INLINE)
 

@@ -2,73 +2,118 @@
 
     sent_low(x) = float32(base(low(x)))
 
-The law: it has the types of the base, its value is the base's, rounded, and its derivative is the base's, in float32.
-So what goes over the wire in the forward pass has half the bytes, and gradients are summed over devices in float32.
+The law: it has the types of the base, its value is the base's, rounded, and its derivative is the base's. So what goes
+over the wire in the forward pass has half the bytes. Gradients are summed over devices as `reduce` says: in float32, in
+the compute dtype, or sent in the compute dtype and summed in float32.
 
 Rounding first is not enough: left to itself, XLA's partitioner sends the float32 values and rounds then. The barrier
 between the two keeps their order. When it is differentiated, the low result is a value of its own, for JAX to keep.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core.primitives import all_gather_p
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
 from .._jaxpr import bind, evaluate
+from .._policy.communication import Reduce
 from .._traits import Traits, declare
 
-_LOW: dict[tuple[Primitive, bool], Primitive] = {}  # (base, whether the result stays low) -> ours
 
-
+@functools.cache
 def sent_low(base: Primitive, stays_low: bool = False) -> Primitive:
-    """The low form of a primitive of one operand, with one more parameter: `low`, the dtype.
+    """The low form of a primitive of one operand, with two more parameters: the dtype `low`, and `reduce`.
 
-    `stays_low`: its result has that dtype too.
+    `stays_low`: its result has that dtype too. If the dtype is that of the operand, it is sent as it is.
     """
-    if (base, stays_low) not in _LOW:
-        _LOW[base, stays_low] = _define(base, stays_low)
-    return _LOW[base, stays_low]
-
-
-def _define(base: Primitive, stays_low: bool) -> Primitive:
     own = Primitive(f"low_{base.name}")
 
-    def lower(x: Any, *, low: np.dtype, **params: Any) -> Any:
+    def lower(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> Any:
         out = base.bind(lax.optimization_barrier(lax.convert_element_type(x, low)), **params)
+        out = lax.optimization_barrier(out) if low == x.dtype else out  # or XLA might round first on its own
         return out if stays_low else lax.convert_element_type(out, x.dtype)
 
-    def abstract_eval(x: Any, *, low: np.dtype, **params: Any) -> tuple[Any, Any]:
+    def abstract_eval(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
         out, effects = base.abstract_eval(x, **params)
         return out.update(dtype=low, weak_type=False) if stays_low else out, effects
 
-    own.def_effectful_abstract_eval(abstract_eval)
-    own.def_impl(functools.partial(xla.apply_primitive, own))
-    mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
-    ad.primitive_jvps[own] = functools.partial(_jvp, base, stays_low)
-    batching.fancy_primitive_batchers[own] = functools.partial(_batch, base, own)
-    declare(own, Traits(moves=True, relays=True, communicates=True, shown_as=base.name, fixed_dtype=True))
+    def jvp(primals: Any, tangents: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
+        (x,), (tangent,) = primals, tangents
+        out = sent_low(base, stays_low=True).bind(x, low=low, reduce=reduce, **params)
+        if reduce == "float32":
+            moved = base.bind(tangent, **params)
+        else:
+            moved = reduced_low(base).bind(tangent, low=low, reduce=reduce, **params)
+        if stays_low:
+            return out, lax.convert_element_type(moved, low)
+        return lax.convert_element_type(out, x.dtype), moved
+
+    _register(own, base, lower, abstract_eval)
+    ad.primitive_jvps[own] = jvp
     return own
 
 
-def _jvp(
-    base: Primitive, stays_low: bool, primals: Any, tangents: Any, *, low: np.dtype, **params: Any
-) -> tuple[Any, Any]:
-    (x,), (tangent,) = primals, tangents
-    out = sent_low(base, stays_low=True).bind(x, low=low, **params)
-    moved = base.bind(tangent, **params)
-    if stays_low:
-        return out, lax.convert_element_type(moved, low)
-    return lax.convert_element_type(out, x.dtype), moved
+@functools.cache
+def reduced_low(base: Primitive) -> Primitive:
+    """The base as it is, except that its cotangents are sent in the dtype `low`."""
+    own = Primitive(f"{base.name}_reduced_low")
+
+    def lower(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> Any:
+        return base.bind(x, **params)
+
+    def abstract_eval(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
+        return base.abstract_eval(x, **params)
+
+    def transpose(ct: Any, x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> list[Any]:
+        ct, dtype = lax.convert_element_type(ct, low), x.aval.dtype
+        if reduce == "wire":
+            return [_summed_wide(ct, dtype, **params)]
+        aval = x.aval.update(dtype=low, weak_type=False)
+        (out,) = jax.linear_transpose(functools.partial(base.bind, **params), aval)(ct)
+        return [lax.convert_element_type(out, dtype)]
+
+    _register(own, base, lower, abstract_eval)
+    ad.deflinear2(own, transpose)
+    return own
 
 
-def _batch(
-    base: Primitive, own: Primitive, axis_data: Any, operands: Any, dims: Any, *, low: np.dtype, **params: Any
+def takes_wire(base: Primitive) -> bool:
+    """Whether gradients through a primitive can be sent low and summed in float32: it must be known what is sent."""
+    return base is all_gather_p
+
+
+def _summed_wide(
+    ct: Any, dtype: np.dtype, *, all_gather_dimension: int, axis_name: Any, tiled: bool, axis_size: int, **params: Any
 ) -> Any:
+    """The transpose of an `all_gather`: each device gets what all have of its part, and sums it in `dtype`."""
+    axis, groups = all_gather_dimension, params["axis_index_groups"]
+    parts = lax.all_to_all(ct, axis_name, axis, axis, axis_index_groups=groups, tiled=True)
+    if tiled:
+        parts = parts.reshape(*parts.shape[:axis], axis_size, -1, *parts.shape[axis + 1 :])
+    return lax.convert_element_type(parts, dtype).sum(axis)
+
+
+def _register(own: Primitive, base: Primitive, lower: Callable[..., Any], abstract_eval: Callable[..., Any]) -> None:
+    own.def_effectful_abstract_eval(abstract_eval)
+    own.def_impl(functools.partial(xla.apply_primitive, own))
+    mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
+    batching.fancy_primitive_batchers[own] = functools.partial(_batch, base, own)
+    declare(own, Traits(moves=True, relays=True, communicates=True, shown_as=base.name, fixed_dtype=True))
+
+
+_OURS = ("low", "reduce")  # parameters that the base does not have
+
+
+def _batch(base: Primitive, own: Primitive, axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+    """The base's rule, with our primitive in place of the base."""
     found: list[Any] = []
+    more = {name: params.pop(name) for name in _OURS if name in params}
 
     def rule(x: Any) -> Any:
         out, dim = batching.fancy_primitive_batchers[base](axis_data, [x], dims, **params)
@@ -76,6 +121,6 @@ def _batch(
         return out
 
     def apply(eqn: Any, ins: list[Any]) -> Any:
-        return bind(eqn.replace(primitive=own), ins, low=low) if eqn.primitive is base else bind(eqn, ins)
+        return bind(eqn.replace(primitive=own), ins, **more) if eqn.primitive is base else bind(eqn, ins)
 
     return evaluate(jax.make_jaxpr(rule)(*operands), operands, apply)[0], found[-1]

@@ -57,7 +57,7 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
     if formats.narrows and not options.lookup.inert:
         for rewrite in options.enabled(_passes.JAXPR_PASSES):
             jaxpr = rewrite(jaxpr)
-    setting = Setting(formats, options.keep)
+    setting = Setting(formats, options.keep, options.lookup.communication)
     planner = Planner(Classifier(options.lookup, formats), setting, options.enabled(_passes.PLAN_PASSES))
     avals = [v.aval for v in open_jaxpr(jaxpr).invars]
     ins = [Value(sensitivity_of_argument(aval), formats.of_aval(aval), given=True) for aval in avals]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sharded_programs
-from helpers import AMP, BF16, F32, both, equations, error, in_float64, normal
+from helpers import AMP, BF16, F32, both, equations, error, in_float64, normal, raises
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -105,6 +105,53 @@ def test_what_something_else_reads_is_sent_as_it_is(fn):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(AMP(fn))(W, X), jax.jit(WITHOUT(fn))(W, X))
 
 
+REDUCED = {
+    reduce: functools.partial(
+        AMP,
+        amp_policy={**jaxamp.load_policy("default"), jaxamp.COMMUNICATION: jaxamp.Communication(reduce=reduce)},
+    )
+    for reduce in ("float32", "compute", "wire")
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reduce"),
+    [(name, "compute") for name in sharded_programs.NAMES]
+    + [(name, "wire") for name in ("shard_map", "scan and remat in a shard_map")],
+)
+def test_gradients_that_are_sent_low_are_near(name, reduce):
+    program = programs()[name]()
+    _, placed = arguments(program)
+    with program.context():
+        found = jax.jit(program.gradient(REDUCED[reduce]))(*placed)
+        exact = in_float64(program.gradient(lambda f: f), *placed)
+    for g, e in zip(found, exact, strict=True):
+        assert g.dtype == F32
+        assert error(g, e) < 2e-2
+
+
+def test_the_sum_over_devices_is_rounded_once_or_not_at_all():
+    """Of gradients that are 1 on one device and 2**-9 on the others, bfloat16 adds nothing to the first."""
+    mesh, split = Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec("d")
+    x = jnp.repeat(jnp.asarray([1.0, *[2.0**-9] * 7], jnp.float32)[:, None], 8, axis=1)  # a row for each device
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(split, split), out_specs=PartitionSpec())
+    def total(w, x):
+        return lax.psum(jnp.sum(x @ lax.all_gather(w, "d", tiled=True)), "d")
+
+    gradient = lambda reduce: np.asarray(jax.jit(jax.grad(REDUCED[reduce](total)))(jnp.ones((8, 4)), x))
+    exact = 1.0 + 7 * 2.0**-9
+    assert (gradient("float32") == exact).all()
+    assert (gradient("wire") == exact).all()
+    assert (np.abs(gradient("compute") - exact) > 2.0**-10).all()
+
+
+def test_a_sum_that_xla_makes_can_not_be_sent_low_and_made_in_float32():
+    program = programs()["constraint"]()
+    with raises(ValueError, "reduce='wire' for sharding_constraint", "expected", "lax.all_gather", "Write reduce="):
+        jax.make_jaxpr(REDUCED["wire"](program.loss))(*program.specs())
+
+
 def test_float32_changes_nothing():
     same = jaxamp.amp(lambda w, x: x @ everywhere(w), compute_dtype=F32)
     assert sends(jax.make_jaxpr(same)(W, X)) == [("sharding_constraint", False)]
@@ -118,7 +165,8 @@ def rounded(x):
 
 
 PARAMS = dict(jax.make_jaxpr(everywhere)(W).eqns[0].params)
-SENT = functools.partial(sent_low(jax.make_jaxpr(everywhere)(W).eqns[0].primitive).bind, low=np.dtype(BF16), **PARAMS)
+BASE = jax.make_jaxpr(everywhere)(W).eqns[0].primitive
+SENT = functools.partial(sent_low(BASE).bind, low=np.dtype(BF16), reduce="float32", **PARAMS)
 
 
 def test_its_value_is_rounded_and_its_derivative_is_not():

@@ -256,7 +256,10 @@ def test_a_table_extends_another_beside_it(tmp_path):
             '[rules]\ncompute = ["exp"]\n# exp again\nfloat32 = ["log", "exp"]',
             ["'exp'", "one rule", "under 'compute' and under 'float32'", "remove one"],
         ),
-        ('[rule]\ncompute = ["exp"]', ["line 1", "'rule'", "[rules] or [scopes]", "Did you mean 'rules'?"]),
+        (
+            '[rule]\ncompute = ["exp"]',
+            ["line 1", "'rule'", "[rules], [scopes] or [communication]", "Did you mean 'rules'?"],
+        ),
         ('[scopes]\nhead = "flot32"', ["line 2", "'flot32'", "a rule's name", "Did you mean 'float32'?"]),
         ('[scopes]\nhead = { ad = "float32" }', ["line 2", "'ad'", "primitive", "Did you mean"]),
         ('extends = "defualt"', ["line 1", "'defualt'", "a preset's name or the path", "Did you mean 'default'?"]),

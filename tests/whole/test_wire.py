@@ -9,13 +9,24 @@ import sharded_programs
 GATHERED = [name for name in sharded_programs.NAMES if name != "wide reader"]
 
 
+SIDES = {
+    "float32": None,
+    "amp": {},
+    "low sums": {"reduce": "compute"},
+    "wide gathers": {"gather": "float32"},
+    "low wire": {"reduce": "wire"},
+}
+MAPPED = ["shard_map", "scan and remat in a shard_map"]
+
+
 @pytest.fixture(scope="module")
 def answers():
     why = gpu_compiler.why_not(any_jax=True)
     if why:
         pytest.skip(why)
-    asked = [(name, side) for name in sharded_programs.NAMES for side in (False, True)]
-    return dict(zip(asked, gpu_compiler.ask([["wire", *each] for each in asked]), strict=True))
+    asked = [(name, side) for name in sharded_programs.NAMES for side in SIDES if side != "low wire" or name in MAPPED]
+    questions = [["wire", name, SIDES[side]] for name, side in asked]
+    return dict(zip(asked, gpu_compiler.ask(questions), strict=True))
 
 
 def sent(rows):
@@ -28,12 +39,12 @@ def sent(rows):
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_weights_are_gathered_low_and_gradients_are_summed_in_float32(answers, name):
-    written, found = sent(answers[name, False]), sent(answers[name, True])
+    written, found = sent(answers[name, "float32"]), sent(answers[name, "amp"])
     assert set(written) == {("gather", "float32"), ("sum", "float32")}
     assert found["gather", "bfloat16"] * 2 == written["gather", "float32"]
     assert ("gather", "float32") not in found
     if name == "two axes":  # activations are summed over the other axis, low
-        activations = [row for row in answers[name, True] if row[3] == ["t"]]
+        activations = [row for row in answers[name, "amp"] if row[3] == ["t"]]
         assert {dtype for _, dtype, *_ in activations} == {"bfloat16"}
     else:
         assert found["sum", "float32"] == written["sum", "float32"]
@@ -43,14 +54,37 @@ def test_weights_are_gathered_low_and_gradients_are_summed_in_float32(answers, n
 @pytest.mark.parametrize("name", sharded_programs.NAMES)
 def test_there_are_no_more_collectives_than_in_float32(answers, name):
     count = lambda rows: collections.Counter(kind for kind, *_ in rows)
-    assert not count(answers[name, True]) - count(answers[name, False])
+    assert not count(answers[name, "amp"]) - count(answers[name, "float32"])
 
 
 def test_a_weight_that_an_exponential_reads_is_gathered_in_float32(answers):
-    assert sent(answers["wide reader", True]) == sent(answers["wide reader", False])
+    assert sent(answers["wide reader", "amp"]) == sent(answers["wide reader", "float32"])
 
 
 def test_axes_and_lines_are_known(answers):
-    rows = answers["two axes", True]
+    rows = answers["two axes", "amp"]
     assert {tuple(axes) for *_, axes, _ in rows} == {("d",), ("t",)}
     assert any("sharded_programs.py:" in source for *_, source in rows)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_gradients_are_summed_low_where_that_is_asked_for(answers, name):
+    written, found = sent(answers[name, "float32"]), sent(answers[name, "low sums"])
+    assert set(found) == {("gather", "bfloat16"), ("sum", "bfloat16")}
+    if name != "used twice":  # XLA sums a gradient over devices for each use, because each is rounded
+        assert found["sum", "bfloat16"] * 2 <= written["sum", "float32"]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_are_gathered_as_they_are_where_that_is_asked_for(answers, name):
+    written, found = sent(answers[name, "float32"]), sent(answers[name, "wide gathers"])
+    assert found["gather", "float32"] == written["gather", "float32"]
+    assert ("gather", "bfloat16") not in found
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_gradients_are_sent_low_and_summed_in_float32(answers, name):
+    rows = answers[name, "low wire"]
+    assert {(kind, dtype) for kind, dtype, *_ in rows} == {("all-gather", "bfloat16"), ("all-to-all", "bfloat16")}
+    size = lambda rows, kind: sum(row[2] for row in rows if row[0] == kind)
+    assert size(rows, "all-to-all") * 2 == size(answers[name, "float32"], "reduce-scatter")
