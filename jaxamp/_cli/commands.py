@@ -4,12 +4,14 @@ import argparse
 import os
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._inspect.check import list_problems, problems_of
+from .._inspect.collectives import compiled_collectives
 from .._inspect.report import AmpReport, amp_report
 from .._inspect.text import is_colourful
 from .._inspect.text import render as render_report
@@ -126,6 +128,7 @@ def _load_policy(text: str) -> Policy:
 def _trace(options: argparse.Namespace) -> AmpReport:
     dtype, policy = _compute_dtype(options.dtype), _load_policy(options.policy)
     function, arguments = load_function(options.target), load_arguments(options.arguments)
+    compiled = None if options.compiled is None else _read_compiled(options.compiled)
     given = textwrap.shorten(", ".join(map(format_argument, arguments)) or "no arguments", 300, placeholder=" ...")
     doing = f"tracing {options.target} with {given}"
     with users_code(doing, "a function that JAX can trace with them", "Give other arguments"):
@@ -136,8 +139,23 @@ def _trace(options: argparse.Namespace) -> AmpReport:
             keep=options.keep,
             disable_passes=options.disable_passes,
             backward=options.backward,
+            compiled=compiled,
         )
         return trace(*arguments)
+
+
+def _read_compiled(path: str) -> str:
+    instead = "Write compiled.as_text() to a file, of compiled = jax.jit(step).lower(...).compile()."
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        compiled_collectives(text)
+    except OSError as error:
+        raise CommandError(
+            f"got --compiled {path!r}, which can't be read: {error.strerror}; expected a compiled program. {instead}"
+        ) from error
+    except (TypeError, UnicodeDecodeError) as error:
+        raise CommandError(f"got --compiled {path!r}; expected the text of a compiled program. {instead}") from error
+    return text
 
 
 def _save(report: AmpReport, path: str) -> None:

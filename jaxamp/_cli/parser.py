@@ -78,6 +78,9 @@ def _add_report_options(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--limit", metavar="N", type=_limit, default=40, help="lines of the table, or all (default: 40)"
     )
+    report.add_argument(
+        "--compiled", metavar="PATH", help="also tell what the compiled program in this file, as_text(), sends"
+    )
     report.add_argument("--html", metavar="PATH", help="also write a page for a browser")
     report.add_argument("--check", action="store_true", help="exit with 1 and say why unless it is mixed as asked")
     report.add_argument(

@@ -44,7 +44,7 @@ def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
 def text_of(name: str, compiled: Any) -> str:
     """The text of a compiled program; `name` is the function that was given it."""
     text = compiled if isinstance(compiled, str) else getattr(compiled, "as_text", lambda: None)()
-    if not isinstance(text, str) or _LOWERED.search(text):
+    if not isinstance(text, str) or _LOWERED.search(text) or not any(map(LINE.match, text.splitlines())):
         given = "text" if isinstance(compiled, str) else f"{type(compiled).__name__}"
         raise TypeError(
             f"{name} got {given} that is not a compiled program; expected what XLA made of one. Write "

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .._table import percent, si
 from .report_data import ROW_KEYS, ReportData, to_json
 from .rows import Row
-from .text import dimensions_text, operation_text, short_reason
+from .text import dimensions_text, operation_text, sent_text, short_reason
 
 _MOST_GROUPS = 8  # in a section
 
@@ -113,6 +113,8 @@ def _head(report: ReportData) -> str:
         before, after = report.kept
         ratio = f" ({after / before:.2f} times)" if before else ""
         tiles.append(("kept for the backward pass", f"{si(after)}B", f"under amp; {si(before)}B in float32{ratio}"))
+    if report.sent:
+        tiles.append(("sent between devices", f"{si(sum(report.sent.values()))}B", sent_text(report)))
     tiles.append(("operations", f"{len(report.rows):,}", f"in {len(scopes):,} {_plural('scope', len(scopes))}"))
     shown = "".join(
         f"<div><dt>{escape(title)}</dt><dd>{escape(number)}<small>{escape(more)}</small></dd></div>"

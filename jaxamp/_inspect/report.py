@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from .._plan.residuals import Keep
 from .._transform.options import PolicyLike, check_function, check_options
 from .check import check_arguments, checked_globs, list_problems, problems_of
+from .collectives import compiled_collectives
 from .html import page_of
 from .kept import BytesKept
 from .location import Place
@@ -91,6 +92,7 @@ def amp_report(
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),
     backward: bool = True,
+    compiled: Any = None,
 ) -> Callable[..., AmpReport]:
     """Report what `amp` does to a function, and why.
 
@@ -100,6 +102,8 @@ def amp_report(
         backward: Whether to include the backward pass: the gradient of the first floating-point result with respect
             to the floating-point arrays of the first argument. A result that is not a scalar is summed, and a note
             says so. Pass False for a whole training step, which already contains its backward pass.
+        compiled: The compiled program of this function, or of the step around it, from
+            `jax.jit(step).lower(...).compile()`, or its text. The report then tells what it sends between devices.
 
     Returns:
         A function of `fn`'s arguments that returns an `AmpReport`. It only traces, so `jax.ShapeDtypeStruct`s can stand
@@ -124,6 +128,7 @@ def amp_report(
     """
     check_function("amp_report", fn)
     options = check_options(compute_dtype, amp_policy, keep, disable_passes)
+    collectives = () if compiled is None else tuple(compiled_collectives(compiled))
 
     def report(*args: Any, **kwargs: Any) -> AmpReport:
         program = program_of(options, fn, args, kwargs)
@@ -143,6 +148,7 @@ def amp_report(
             tuple(map(_key_text, keys)),
             tuple(pullbacks.notes),
             pullbacks.error,
+            collectives,
         )
 
     return report

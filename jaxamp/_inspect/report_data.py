@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .collectives import CompiledCollective
 from .kept import BytesKept
 from .rows import Row
 
@@ -40,6 +41,7 @@ class ReportData:
     unmatched: tuple[str, ...]  # keys of the policy that matched no operation
     notes: tuple[str, ...]  # what could not be reported, and why
     backward_error: str | None = None  # what was raised when the backward pass was traced
+    collectives: tuple[CompiledCollective, ...] = ()  # of a compiled program, if one was given
 
     @functools.cached_property
     def matmuls(self) -> tuple[Row, ...]:
@@ -59,6 +61,14 @@ class ReportData:
         low = sum(row.flops for row in self.matmuls if self.is_low(row))
         total = low + sum(row.flops for row in self.matmuls if "float" in row.multiplied and not self.is_low(row))
         return low / total if total else 1.0
+
+    @functools.cached_property
+    def sent(self) -> dict[tuple[str, str], int]:
+        """Bytes that a compiled program sends from device to device, by axes of the mesh and dtype, largest first."""
+        found: Counter[tuple[str, str]] = Counter()
+        for row in self.collectives:
+            found[", ".join(row.axes), row.dtype] += row.total
+        return dict(found.most_common())
 
     def is_low(self, row: Row) -> bool:
         """Whether a matmul multiplies in the compute dtype, or in a format that a rule of the policy asks for."""
@@ -115,6 +125,7 @@ class ReportData:
                 "casts": self.cast_count,
                 "cast_bytes": self.cast_bytes,
                 "bytes_kept": None if self.kept is None else self.kept._asdict(),
+                "sent": [{"axes": axes, "dtype": dtype, "bytes": size} for (axes, dtype), size in self.sent.items()],
                 "not_entered": self.not_entered,
                 "unmatched_keys": list(self.unmatched),
                 "wide_matmuls": len(self.wide_matmuls),
@@ -122,6 +133,7 @@ class ReportData:
             },
             "notes": list(self.notes),
             "backward_error": self.backward_error,
+            "collectives": [row._asdict() for row in self.collectives],
             "rows": [{key: to_json(getattr(row, key)) for key in ROW_KEYS} for row in self.rows],
         }
 

@@ -117,10 +117,18 @@ def totals_of(report: ReportData) -> Iterator[tuple[str, str]]:
         before, after = report.kept
         ratio = f" ({after / before:.2f} times)" if before else ""
         yield "kept for the backward pass", f"{si(before)}B in float32, {si(after)}B under amp{ratio}"
+    if report.sent:
+        yield "sent between devices", sent_text(report)
     if report.not_entered:
         yield "not entered", ", ".join(f"{name} ({times})" for name, times in report.not_entered.items())
     if report.unmatched:
         yield "keys that matched nothing", ", ".join(map(repr, report.unmatched))
+
+
+def sent_text(report: ReportData) -> str:
+    """Bytes by axes of the mesh and dtype: `8.4 MB bfloat16 over d`."""
+    over = lambda axes: f" over {axes}" if axes else ""
+    return ", ".join(f"{si(size)}B {dtype}{over(axes)}" for (axes, dtype), size in report.sent.items())
 
 
 def short_reason(row: Row) -> str:

@@ -87,10 +87,9 @@ class _Sender:
         changed = {**params, "low": self._low, "reduce": asked.reduce}
         if all(results):
             _check(eqn.primitive, asked)
-            dtype = self._low if asked.gather == "compute" else eqn.invars[0].aval.dtype
-            return eqn.replace(primitive=sent_low(eqn.primitive), params={**changed, "low": dtype}), (
-                dtype == self._low,
-            )
+            rounds = asked.gather == "compute"
+            changed["low"] = self._low if rounds else eqn.invars[0].aval.dtype
+            return eqn.replace(primitive=sent_low(eqn.primitive), params=changed), (rounds,)
         if asked.reduce != "float32" and takes_wire(eqn.primitive):
             return eqn.replace(primitive=reduced_low(eqn.primitive), params=changed), none
         return eqn, none

@@ -199,6 +199,32 @@ def test_colour_is_for_terminals(capsys, project, monkeypatch):
     assert "\033[" not in answer(capsys, *argv)[1]
 
 
+def test_what_a_compiled_program_sends_is_in_the_report(capsys, project, tmp_path):
+    line = "%x = bf16[64,8]{1,0} all-gather(%y), replica_groups={}"
+    path = tmp_path / "step.txt"
+    path.write_text(f"HloModule step\n\nENTRY %main (y: bf16[8,8]) -> bf16[64,8] {{\n  {line}\n}}\n")
+    code, out, _ = answer(capsys, "report", f"{project}:loss", *SHAPES, "--compiled", str(path))
+    assert code == 0
+    assert "sent between devices        1.02 kB bfloat16" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "beats"),
+    [
+        ("missing.txt", ("got --compiled", "can't be read: No such file", "expected a compiled program", "as_text()")),
+        ("text.txt", ("got --compiled", "expected the text of a compiled program", "Write compiled.as_text()")),
+        ("binary.txt", ("got --compiled", "expected the text of a compiled program", "Write compiled.as_text()")),
+    ],
+)
+def test_a_compiled_program_that_is_none(capsys, project, tmp_path, name, beats):
+    (tmp_path / "text.txt").write_text("step")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    code, out, err = answer(capsys, "report", f"{project}:loss", *SHAPES, "--compiled", str(tmp_path / name))
+    assert (code, out) == (2, "")
+    for beat in beats:
+        assert beat in err
+
+
 def test_html_is_written_by_the_report(capsys, project, monkeypatch):
     saved = []
     monkeypatch.setattr(jaxamp.AmpReport, "save", lambda report, path: saved.append((report.name, path)), raising=False)

@@ -10,7 +10,7 @@ from helpers import raises
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxamp import assert_collectives, compiled_collectives
+from jaxamp import amp_report, assert_collectives, compiled_collectives
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
 LINE = '%x.1 = {result} {op}(%y), channel_id=1, {groups}metadata={{op_name="jit(f)/block/dot_general"{source}}}'
@@ -147,6 +147,18 @@ def test_a_compiled_program_knows_its_mesh():
     assert row[:5] == ("all-reduce", "float32", 64, 3, ("d",))
     assert row.scope == "total"
     assert "test_collectives.py:" in row.source
+
+
+def test_a_report_tells_what_is_sent():
+    fn = lambda w: jnp.sum(w @ w)
+    plain = amp_report(fn)(jnp.ones((4, 4)))
+    report = amp_report(fn, compiled=summed_over_devices())(jnp.ones((4, 4)))
+    assert plain.sent == {}
+    assert "sent between devices" not in plain.text()
+    assert report.sent == {("d", "float32"): 192}
+    assert "sent between devices        192 B float32 over d" in report.text()
+    assert report.to_dict()["totals"]["sent"] == [{"axes": "d", "dtype": "float32", "bytes": 192}]
+    assert report.to_dict()["collectives"][0]["kind"] == "all-reduce"
 
 
 # -- the check

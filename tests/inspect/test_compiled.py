@@ -54,6 +54,6 @@ def test_scopes_of_a_compiled_program_are_those_of_the_report(backward):
 
 def test_what_is_not_compiled_is_refused():
     lowered = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4)))
-    for given, name in ((lowered, "Lowered"), (lowered.as_text(), "text"), (3, "int")):
+    for given, name in ((lowered, "Lowered"), (lowered.as_text(), "text"), ("x = f(y)\n", "text"), (3, "int")):
         with raises(TypeError, f"compiled_matmuls got {name} that is not a compiled program; expected", "Write"):
             compiled_matmuls(given)
