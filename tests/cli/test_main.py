@@ -126,7 +126,16 @@ def test_report_prints_the_text_of_a_report(capsys, project):
 def test_report_takes_arguments_from_a_function(capsys, project):
     code, data = document(capsys, "report", f"{project}:loss", f"@{project}:example", "--dtype", "bf16")
     assert code == 0
-    assert set(data) == {"name", "compute_dtype", "totals", "notes", "backward_error", "rows", "problems"}
+    assert set(data) == {
+        "name",
+        "compute_dtype",
+        "totals",
+        "notes",
+        "backward_error",
+        "collectives",
+        "rows",
+        "problems",
+    }
     assert (data["name"], data["compute_dtype"], data["problems"]) == ("loss", "bfloat16", None)
     assert data["totals"]["low_share"] == 1.0
     _, by_shapes = document(capsys, "report", f"{project}:loss", *SHAPES, "--dtype", "bf16")
