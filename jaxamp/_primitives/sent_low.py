@@ -22,7 +22,6 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
 from .._jaxpr import bind, evaluate
-from .._policy.communication import Reduce
 from .._traits import Traits, declare
 
 
@@ -34,16 +33,16 @@ def sent_low(base: Primitive, stays_low: bool = False) -> Primitive:
     """
     own = Primitive(f"low_{base.name}")
 
-    def lower(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> Any:
+    def lower(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> Any:
         out = base.bind(lax.optimization_barrier(lax.convert_element_type(x, low)), **params)
         out = lax.optimization_barrier(out) if low == x.dtype else out  # or XLA might round first on its own
         return out if stays_low else lax.convert_element_type(out, x.dtype)
 
-    def abstract_eval(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
+    def abstract_eval(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         out, effects = base.abstract_eval(x, **params)
         return out.update(dtype=low, weak_type=False) if stays_low else out, effects
 
-    def jvp(primals: Any, tangents: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
+    def jvp(primals: Any, tangents: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         (x,), (tangent,) = primals, tangents
         out = sent_low(base, stays_low=True).bind(x, low=low, reduce=reduce, **params)
         if reduce == "float32":
@@ -64,13 +63,13 @@ def reduced_low(base: Primitive) -> Primitive:
     """The base as it is, except that its cotangents are sent in the dtype `low`."""
     own = Primitive(f"{base.name}_reduced_low")
 
-    def lower(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> Any:
+    def lower(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> Any:
         return base.bind(x, **params)
 
-    def abstract_eval(x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> tuple[Any, Any]:
+    def abstract_eval(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         return base.abstract_eval(x, **params)
 
-    def transpose(ct: Any, x: Any, *, low: np.dtype, reduce: Reduce, **params: Any) -> list[Any]:
+    def transpose(ct: Any, x: Any, *, low: np.dtype, reduce: str, **params: Any) -> list[Any]:
         ct, dtype = lax.convert_element_type(ct, low), x.aval.dtype
         if reduce == "wire":
             return [_summed_wide(ct, dtype, **params)]
