@@ -18,10 +18,15 @@ import pytest
 from models.plugin import pytest_addoption as pytest_addoption
 from models.plugin import pytest_collection_modifyitems as pytest_collection_modifyitems
 from models.plugin import pytest_terminal_summary as pytest_terminal_summary
+from soak import plugin as soak_plugin
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
 pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by_side")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(soak_plugin, "soak")
 
 
 class _Together(LoadScopeScheduling):

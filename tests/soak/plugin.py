@@ -1,0 +1,70 @@
+"""The figures of `pytest -m soak`, and their page."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._tables import Column, device, markdown, number, text, versions
+
+KEY = "soak"  # of the property that brings figures from a test to the page
+PAGE = Path(__file__).parents[2] / "benchmarks" / "SOAK.md"
+COLUMNS = (
+    Column("law", "law"),
+    Column("case", "case"),
+    Column("figures", "figures"),
+    Column("seconds", "seconds", number(0)),
+    Column("outcome", "outcome"),
+)
+NOTES = (
+    "law: the test, in `tests/soak/`, that attacks it.",
+    "figures: how much was tried, and what was found. Seeds are fixed: another run has the same figures, but for memory "
+    "and the moments of the kills.",
+    "seconds: of the test that gives the row, compilation included.",
+)
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Note what a test has tried and found: `figures("float16", steps=100_000, skipped=12)`."""
+    law = request.node.originalname.removeprefix("test_").replace("_", " ")
+
+    def note(case: str = "", **numbers: Any) -> None:
+        found = ", ".join(f"{_words(x)} {name.replace('_', ' ')}" for name, x in numbers.items())
+        request.node.user_properties.append((KEY, {"law": law, "case": case or None, "figures": found}))
+
+    return note
+
+
+def _words(x: Any) -> str:
+    return f"{x:.2g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
+
+
+def gather(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
+    """The rows of the page, from the reports of all tests, in an order that does not depend on who ran first."""
+    rows = [
+        (report.nodeid, {**part, "seconds": report.duration, "outcome": "broken" if report.failed else "held"})
+        for report in reports
+        for part in (value for key, value in report.user_properties if key == KEY)
+    ]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def page(rows: Sequence[dict[str, Any]], setting: str) -> str:
+    head = f"# The soak\n\nMeasured on {setting}. Written by `pytest -m soak --write-results`.\n\n"
+    return head + markdown(COLUMNS, rows) + "\n\n" + "".join(f"- {note}\n" for note in NOTES)
+
+
+def setting() -> str:
+    kept = {name: version for name, version in versions().items() if name in ("jax", "optax", "equinox")}
+    return f"{device()}; " + ", ".join(f"{name} {version}" for name, version in kept.items())
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = gather([r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, ())])
+    if rows:
+        terminalreporter.section("soak")
+        terminalreporter.write_line(text(COLUMNS, rows))
+        if config.getoption("--write-results"):
+            PAGE.write_text(page(rows, setting()), encoding="utf-8")
