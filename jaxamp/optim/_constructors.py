@@ -65,7 +65,8 @@ def flash_adamw(
       too: `jaxamp.cast_floating(grads, jnp.float32)`. Or pass `ok`.
     - `optax.inject_hyperparams` converts numbers to the dtype of the parameters. In bfloat16, `b2=0.999` is 1: pass
       `hyperparam_dtype=jnp.float32`.
-    - A step with a non-finite gradient gives non-finite parameters, but finite moments. Pass `ok`.
+    - A step with a non-finite gradient gives non-finite parameters, but finite moments if they are compressed. Pass
+      `ok`.
     """
     return make_optimizer(ADAMW, adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
 

@@ -149,7 +149,7 @@ def _advance(context: StepContext, leaf: Leaf) -> tuple[Moments, jax.Array, jax.
         g = g * context.scale
     weight = join(leaf.param, leaf.state.correction)
     if context.decay is not None and not context.rule.decoupled:
-        g = g + context.decay * weight
+        g = bounded(g + context.decay * weight, LARGEST, unless=g)
     if leaf.state.scales is not None and format_of(leaf.state.scales) is HALF:
         g = bounded(g, HALF.largest, unless=g)
     moments = decode_moments(leaf.state, context.storage.codecs, leaf.groups)

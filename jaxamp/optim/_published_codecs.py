@@ -25,6 +25,7 @@ from jax import lax
 from ._dither import DITHER_BITS
 
 ROOT_TINY, TINY = 2.0**-63, 2.0**-126  # lower bounds of maxima, so that a group of zeros never divides by zero
+_ROOM = np.float32(2.0**-9)  # for factors of 254: the largest momentum overflows no product, and no bit is lost
 
 
 def round_to_int(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -66,11 +67,12 @@ class PublishedMomentum:
         return jnp.where(jnp.isfinite(top), top, 0.0)
 
     def encode(self, x: jax.Array, top: jax.Array, dither: jax.Array | None = None) -> jax.Array:
+        x, top = x * _ROOM, top * _ROOM
         return round_to_int(254.0 * x / (top + jnp.abs(x)) + _offset(dither), self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         y = code.astype(jnp.float32)
-        return y * scale / (254.0 - jnp.abs(y))
+        return y * (scale * _ROOM) / (254.0 - jnp.abs(y)) * (1 / _ROOM)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _sgd(g: jax.Array, moments: Moments, s: Scalars) -> tuple[Moments, jax.Array
     if not moments:
         return (), s["length"] * g
     mu = bounded(s["momentum"] * moments[0] + s["new"] * g, LARGEST, unless=g)
-    return (mu,), s["length"] * (g + s["momentum"] * mu if s["nesterov"] else mu)
+    return (mu,), s["length"] * (bounded(g + s["momentum"] * mu, LARGEST, unless=g) if s["nesterov"] else mu)
 
 
 def _sgd_moments(h: Mapping[str, Any]) -> tuple[str, ...]:

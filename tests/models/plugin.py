@@ -99,7 +99,9 @@ def setting(rows: Sequence[dict[str, Any]]) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("models", "pytest -m models")
     group.addoption("--quick", action="store_true", help="only the few models that CI runs")
-    group.addoption("--write-results", action="store_true", help=f"write the table to {PAGE.relative_to(ROOT)}; with -m soak, SOAK.md")
+    group.addoption(
+        "--write-results", action="store_true", help="write the table to benchmarks/, as MODELS.md or SOAK.md"
+    )
     group.addoption("--check-times", action="store_true", help="assert the time to trace")
 
 

@@ -206,13 +206,23 @@ def test_gradients_of_a_million_are_trained_with_float16_scales():
     np.testing.assert_allclose(params, -0.03, rtol=0.05)
 
 
-@pytest.mark.parametrize("name", ["flash_sgd", "flash_lion"])
-def test_other_rules_stay_finite(name):
-    tx = optim.flash_sgd(1e-3, momentum=0.9) if name == "flash_sgd" else optim.flash_lion(1e-3)
-    params = jnp.zeros(64)
-    state, step = tx.init(params), jax.jit(tx.step)
+OTHER_RULES = {
+    "flash_sgd": optim.flash_sgd(1e-3, momentum=0.9),
+    "flash_sgd, nesterov": optim.flash_sgd(1e-3, momentum=0.9, nesterov=True),
+    "flash_sgd, decay": optim.flash_sgd(1e-3, weight_decay=0.1),
+    "flash_lion": optim.flash_lion(1e-3),
+    "flash_lion, published": optim.flash_lion(1e-3, storage=Storage(codes="published")),
+}
+
+
+@pytest.mark.parametrize("start", [0.0, 1e37])
+@pytest.mark.parametrize("name", OTHER_RULES)
+def test_other_rules_stay_finite(name, start):
+    tx, params = OTHER_RULES[name], jnp.full(64, start)
+    state, step = tx.init(params), jax.jit(tx.step_if_finite)
     for sign in (1, 1, 1, -1, -1, -1):
-        params, state = step(params, state, jnp.full(64, sign * LARGEST))
+        params, state, finite = step(params, state, jnp.full(64, sign * LARGEST))
+        assert bool(finite)
         assert np.isfinite(params).all()
 
 

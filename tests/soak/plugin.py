@@ -1,5 +1,6 @@
 """The figures of `pytest -m soak`, and their page."""
 
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,36 +20,44 @@ COLUMNS = (
 )
 NOTES = (
     "law: the test, in `tests/soak/`, that attacks it.",
-    "figures: how much was tried, and what was found. Seeds are fixed: another run has the same figures, but for memory "
-    "and the moments of the kills.",
-    "seconds: of the test that gives the row, compilation included.",
+    "figures: how much was tried, and what was found. Seeds are fixed: another run has the same figures, apart from "
+    "memory and the moments of the kills.",
+    "seconds: of the tests that give the row, compilation included.",
 )
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Note what a test has tried and found: `figures("float16", steps=100_000, skipped=12)`."""
+    """Note what a test has tried and found: `figures("float16", steps=100_000, skipped=12)`.
+
+    Tests of one law that name the same case share a row: whole numbers are added, and of others the largest is shown.
+    """
     law = request.node.originalname.removeprefix("test_").replace("_", " ")
 
     def note(case: str = "", **numbers: Any) -> None:
-        found = ", ".join(f"{_words(x)} {name.replace('_', ' ')}" for name, x in numbers.items())
-        request.node.user_properties.append((KEY, {"law": law, "case": case or None, "figures": found}))
+        request.node.user_properties.append((KEY, {"law": law, "case": case or None, "numbers": numbers}))
 
     return note
 
 
-def _words(x: Any) -> str:
-    return f"{x:.2g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
-
-
 def gather(reports: Sequence[pytest.TestReport]) -> list[dict[str, Any]]:
     """The rows of the page, from the reports of all tests, in an order that does not depend on who ran first."""
-    rows = [
-        (report.nodeid, {**part, "seconds": report.duration, "outcome": "broken" if report.failed else "held"})
-        for report in reports
-        for part in (value for key, value in report.user_properties if key == KEY)
-    ]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    rows: dict[Any, dict[str, Any]] = {}
+    for report in sorted(reports, key=lambda report: report.nodeid):
+        for part in (value for key, value in report.user_properties if key == KEY):
+            row = rows.setdefault((part["law"], part["case"]), {**part, "numbers": {}, "seconds": 0, "outcome": "held"})
+            row["seconds"] += report.duration
+            for name, x in part["numbers"].items():
+                add = max if isinstance(x, float) else operator.add
+                row["numbers"][name] = add(row["numbers"].get(name, 0), x)
+            if report.failed:
+                row["outcome"] = "broken"
+    return [{**row, "figures": _words(row["numbers"])} for row in rows.values()]
+
+
+def _words(numbers: dict[str, Any]) -> str:
+    written = {name: f"{x:.2g}" if isinstance(x, float) else f"{x:,}" for name, x in numbers.items()}
+    return ", ".join(f"{x} {name.replace('_', ' ')}" for name, x in written.items())
 
 
 def page(rows: Sequence[dict[str, Any]], setting: str) -> str:

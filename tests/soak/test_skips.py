@@ -114,4 +114,4 @@ def test_a_skipped_step_was_never_seen(name, figures):
     assert 20 < skips < STEPS - 20
     moved = max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(run[0]), jax.tree.leaves(start)))
     assert 0 < moved < np.inf
-    figures(name, steps=STEPS, skipped=skips)
+    figures(optimizers=1, steps=STEPS, skipped=skips)
