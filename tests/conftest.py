@@ -42,7 +42,7 @@ class _Together(LoadScopeScheduling):
         return next((name for name in _SHARING if name in nodeid), nodeid)
 
 
-_SHARING = ("test_distributed.py", "test_html_in_a_browser.py")
+_SHARING = ("test_distributed.py", "test_processes.py", "test_html_in_a_browser.py")
 
 
 # The groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.

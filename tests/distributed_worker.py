@@ -1,9 +1,13 @@
-"""One of two processes that train together, for `test_distributed.py`; also the training that both are held against.
+"""One of two processes that train together; how two are started; also the training that both are held against.
 
 Gradients are small integers over 16: sums are exact in any order, and runs can be compared on bits.
 """
 
+import contextlib
+import os
 import pickle
+import socket
+import subprocess
 import sys
 
 import jax
@@ -49,12 +53,12 @@ def step_fn(redo_on_nan, axis_name=None, sum_gradients=lambda grads: grads):
     return step
 
 
-def train(step, put=lambda tree: tree, put_batch=lambda x: x):
+def train(step, put=lambda tree: tree, put_batch=lambda x: x, *, steps=STEPS, batch=batch):
     """The last parameters and states, and what the scaler told after each step."""
     params = jnp.zeros((4, 2))
     state = jaxamp.DynamicScalerState(scaler=2.0**14, patience=3).as_arrays()
     run, told = put((params, OPTIMIZER.init(params), state)), []
-    for i in range(STEPS):
+    for i in range(steps):
         run = step(run, *map(put_batch, batch(i)))
         told.append(jaxamp.scaler_metrics(jax.tree.map(local, run[2])))
     return jax.tree.map(local, run), [{k: v for k, v in now.items() if k != "underflow"} for now in told]
@@ -67,7 +71,7 @@ def local(array):
     return shards[0]
 
 
-def sharded_runs(mesh):
+def sharded_runs(mesh, **which):
     everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def put(tree):
@@ -90,18 +94,51 @@ def sharded_runs(mesh):
             "shard_map_unchecked": sharded(step_fn(redos, "data", psum), check_vma=False),
         }
         for kind, step in steps.items():
-            yield (kind, name), train(step, put, put_batch)
+            yield (kind, name), train(step, put, put_batch, **which)
 
 
-def main(process, port, path):
+def main(process, port, path, **which):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, initialization_timeout=60)
     assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    results = dict(sharded_runs(mesh))
+    results = dict(sharded_runs(mesh, **which))
     with open(path, "wb") as file:
         pickle.dump(jax.tree.map(np.asarray, results), file)
     jax.distributed.shutdown()
+
+
+# -- both
+
+
+def free_port():
+    with contextlib.closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def run_two(script, folder, environment, timeout):
+    """What each of two processes ended with, for all cases."""
+    port, paths = str(free_port()), [folder / f"{i}.pickle" for i in range(2)]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(i), port, str(path)],
+            env={**environment, "XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, path in enumerate(paths)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return [pickle.loads(path.read_bytes()) for path in paths]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,6 @@
 """Two processes, each with half of the batch: they skip the same steps and hold the same model."""
 
-import contextlib
 import functools
-import os
-import pickle
-import socket
-import subprocess
-import sys
 
 import distributed_worker as worker
 import jax
@@ -17,36 +11,10 @@ KINDS = ("jit", "shard_map", "shard_map_unchecked")
 TIMEOUT = 120
 
 
-def free_port():
-    with contextlib.closing(socket.socket()) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each of the two processes ended with, for all cases."""
-    folder, port = tmp_path_factory.mktemp("distributed"), str(free_port())
-    paths = [folder / f"{i}.pickle" for i in range(2)]
-    environment = with_the_package(XLA_FLAGS=os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, worker.__file__, str(i), port, str(path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i, path in enumerate(paths)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return [pickle.loads(path.read_bytes()) for path in paths]
+    folder = tmp_path_factory.mktemp("distributed")
+    return worker.run_two(worker.__file__, folder, with_the_package(), TIMEOUT)
 
 
 @functools.cache
