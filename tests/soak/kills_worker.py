@@ -1,6 +1,6 @@
 """A training run that saves itself after each step and goes on from what it finds, for `test_kills.py`.
 
-    python kills_worker.py numpy FOLDER
+python kills_worker.py numpy FOLDER
 """
 
 import os
