@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks._tables import Column, device, markdown, number, text, versions
@@ -35,7 +36,8 @@ def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
     law = request.node.originalname.removeprefix("test_").replace("_", " ")
 
     def note(case: str = "", **numbers: Any) -> None:
-        request.node.user_properties.append((KEY, {"law": law, "case": case or None, "numbers": numbers}))
+        plain = {name: np.asarray(x).item() for name, x in numbers.items()}  # which can go to another process
+        request.node.user_properties.append((KEY, {"law": law, "case": case or None, "numbers": plain}))
 
     return note
 

@@ -115,18 +115,18 @@ def test_random_programs_and_their_gradients_are_near_float64(first, low, figure
 def test_random_programs_keep_the_laws_of_jaxprs(first, low, figures):
     for seed in range(first, first + EACH):
         chosen, args = steps(seed), arguments()
-        traces = []
+        fn, traces = compose(chosen), []
 
-        def counted(x, w, fn=compose(chosen), traces=traces):
+        def counted(x, w, fn=fn, traces=traces):
             traces.append(x)
             return fn(x, w)
 
-        fn, ran = compose(chosen), amped(counted, low)
+        ran = amped(counted, low)
         name = f"program {seed} of base seed {SEED}, {chosen}"
         assert text(jaxamp.amp(fn, compute_dtype=low, amp_policy={}), *args) == text(fn, *args), name
         once, jaxpr = amped(fn, low), jax.make_jaxpr(amped(fn, low))(*args)
         assert text(amped(once, low), *args) == text(once, *args), name
-        backward = jax.make_jaxpr(with_gradients(lambda x, w: once(x, w)[0], (0, 1)))(*args)
+        backward = jax.make_jaxpr(with_gradients(lambda x, w, once=once: once(x, w)[0], (0, 1)))(*args)
         for pair in (*matmul_dtypes(jaxpr), *matmul_dtypes(backward)):
             assert pair == (low.__name__,) * 2, name
         first_call, traced = ran(*args), len(traces)

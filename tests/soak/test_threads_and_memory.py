@@ -64,11 +64,12 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def tasks():
-    """Functions of the same arguments: a program, under a policy, in a dtype, in one of the ways. Made anew each time."""
+    """Functions of the same arguments: a program, under a policy, in a dtype, in one of the ways. New each time."""
     rng, made = np.random.default_rng(SEED), {}
     for i in range(16):
         chosen = [(str(rng.choice(sorted(OPS))), str(rng.choice(sorted(WRAPS)))) for _ in range(4)]
-        program = stopped if i % 8 == 0 else lambda x, w, fn=compose(chosen): fn(x, w)[0]
+        whole = compose(chosen)
+        program = stopped if i % 8 == 0 else lambda x, w, whole=whole: whole(x, w)[0]
         policy, way = str(rng.choice(list(POLICIES))), list(WAYS)[i % len(WAYS)]
         low = (jnp.bfloat16, jnp.float16)[i % 2]
         amped = jaxamp.amp(program, compute_dtype=low, amp_policy=POLICIES[policy])
@@ -166,7 +167,7 @@ def test_functions_that_are_dropped_are_freed(figures):
     dropped = []
     for i in range(200):
         held = jnp.full((64, 64), float(i))
-        fn = lambda params, x, held=held: (attention, mlp)[i % 2](params, x) + held.sum()
+        fn = lambda params, x, held=held, net=(attention, mlp)[i % 2]: net(params, x) + held.sum()
         if i % 4 == 0:
             jax.grad(jaxamp.amp(fn))(PARAMS, X)
         else:
