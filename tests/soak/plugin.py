@@ -73,6 +73,8 @@ def setting() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has seen some of the tests
+        return
     rows = gather([r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, ())])
     if rows:
         terminalreporter.section("soak")

@@ -1,7 +1,6 @@
 """Threads that trace, run and differentiate at once; memory over ten thousand eager calls."""
 
 import contextlib
-import functools
 import gc
 import sys
 import threading
@@ -140,9 +139,6 @@ CALLED = {
     "amp": jaxamp.amp(mlp),
     "gradient": jax.grad(jaxamp.amp(mlp)),
     "amp of the gradient": jaxamp.amp(jax.grad(mlp)),
-    "scaled gradient": functools.partial(
-        jaxamp.dynamic_scale_grad(jaxamp.amp(mlp)), dynamic_scaler_state=jaxamp.DynamicScalerState()
-    ),
 }
 
 
