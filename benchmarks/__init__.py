@@ -10,6 +10,7 @@ RESULTS.md:
     python -m benchmarks.memory --json results/memory.json
     python -m benchmarks.growth --json results/growth.json
     python -m benchmarks.matmul --json results/matmul.json
+    python -m benchmarks.communication --json results/communication.json
     python -m benchmarks.compile_time --json results/compile_time.json
     python -m benchmarks.scaler --json results/scaler.json
     python -m benchmarks.optimizer --json results/optimizer.json

@@ -19,8 +19,8 @@ from ._tables import markdown
 
 # In the order of RESULTS.md.
 QUESTIONS = (
-    "train_step passes kernels memory growth matmul compile_time scaler optimizer step_length report_time".split()
-)
+    "train_step passes kernels memory growth matmul communication compile_time scaler optimizer step_length report_time"
+).split()
 TABLES = {  # the keys that the rows of a table share, and the name of the table
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
     "passes": (("network", "layers"), "{network}, layers {layers}"),
@@ -28,6 +28,7 @@ TABLES = {  # the keys that the rows of a table share, and the name of the table
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),
     "matmul": (("x", "w"), "({x}) @ ({w})"),
+    "communication": (("model", "devices"), "{model}, {devices} devices"),
     "optimizer": (("tree", "grads"), "{tree}, {grads} gradients"),
 }
 

@@ -13,42 +13,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
-
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 def why_not(any_jax=False):
     """Why nothing can be compiled for a GPU here, or None. Kernels are read as XLA of JAX 0.10 makes them."""
     import jax
 
-    if not find_spec("jax_cuda12_plugin"):
+    from benchmarks._gpus import plugin_is_here
+
+    if not plugin_is_here():
         return "needs JAX's CUDA plugin, to compile for a GPU"
     return None if any_jax or jax.__version__.startswith("0.10.") else "reads kernels as jax 0.10 makes them"
 
@@ -85,24 +59,22 @@ def bytes_from(kernel):
 def main():
     import jax
     import jax.numpy as jnp
-    import numpy as np
     import sharded_programs
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import jaxamp
+    from benchmarks._gpus import compile_for, devices
     from jaxamp import optim
 
-    def mesh_of(number):  # without a device
-        topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{number}")
-        return Mesh(np.array(topology.devices), ("d",))
+    def mesh_of(number):
+        return Mesh(devices(number), ("d",))
 
     one = NamedSharding(mesh_of(1), PartitionSpec())
 
     def compiled(fn, *args, donate=(0, 1)):
         placed = lambda a: a if a.sharding else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one)
         specs = jax.tree.map(placed, args)
-        return jax.jit(fn, donate_argnums=donate).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
+        return compile_for(fn, *specs, donate_argnums=donate)
 
     def kernels():
         """Those of the latest program, in PTX."""
