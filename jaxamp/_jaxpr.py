@@ -127,6 +127,22 @@ def along(fun: Callable[..., Any], operands: Sequence[Any], which: Sequence[int]
 # -- remembering
 
 
+def signature(eqn: Any) -> Hashable | None:
+    """Equal for equations that do the same with operands of the same types and the same constants; None if unknown.
+
+    It holds while the equations are alive: JAX makes a type once for all equations of a kind, so its identity will do.
+    """
+    if not traits_of(eqn.primitive).plain_params:
+        return None
+    ins = tuple([(id(v.aval), v.val) if isinstance(v, Literal) else id(v.aval) for v in eqn.invars])
+    found = eqn.primitive, ins, tuple([id(v.aval) for v in eqn.outvars]), tuple(eqn.params.values())
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
 class Memo:
     """A cache of results by the identity of an object and a key.
 

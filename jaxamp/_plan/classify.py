@@ -7,7 +7,7 @@ protected.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes
 from .._formats import Formats, float_dtype, is_float_dtype, is_integer, is_wide_integer, may_lower
-from .._jaxpr import Memo
+from .._jaxpr import Memo, signature
 from .._policy.load import load_policy
 from .._policy.lookup import Found, Lookup
 from .._policy.rules import (
@@ -85,6 +85,7 @@ class Classifier:
         self.formats = formats
         self._decisions = Memo()
         self._constants = Memo()
+        self._alike: dict[Hashable, Decision] = {}  # decisions on equations without bodies
         self._magnified = Magnified()
 
     # -- values
@@ -148,10 +149,21 @@ class Classifier:
         decisions = []
         for eqn in open_jaxpr(jaxpr).eqns:
             inner = path + scopes(eqn.source_info.name_stack)
-            decision = self._decide(eqn, [read(v) for v in eqn.invars], inner, solved)
+            decision = self._decided(eqn, [read(v) for v in eqn.invars], inner, solved)
             env.update(zip(eqn.outvars, decision.outs, strict=True))
             decisions.append(decision)
         return decisions, tuple(read(v) for v in open_jaxpr(jaxpr).outvars)
+
+    def _decided(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
+        """The decision on an equation, or on one like it that was made before."""
+        like = signature(eqn)
+        if like is None:
+            return self._decide(eqn, ins, path, solved)
+        key = like, tuple(ins), path, bool(solved) and solved.issuperset(eqn.outvars)
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = self._decide(eqn, ins, path, solved)
+        return found
 
     def _decide(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
         found = self.lookup(path, eqn.primitive)

@@ -20,7 +20,7 @@ from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from .._formats import Format, float_dtype
-from .._jaxpr import Memo
+from .._jaxpr import Memo, signature
 from .._policy.rules import Replacement, lowered_params, use_original_precision
 from .._primitives.matmul import Mixing, has_mixed, mixed
 from .._traits import traits_of
@@ -54,6 +54,7 @@ class Planner:
         self._passes = passes if self.formats.narrows else ()
         self._plans = Memo()
         self._wanted = Memo()
+        self._alike: dict[Hashable, Step] = {}  # steps of equations without bodies
 
     @property
     def identity(self) -> Hashable:
@@ -177,7 +178,7 @@ class Planner:
                 is_scaled = eqn.outvars[0] in scaled
                 cheap = wanted[0] is not Want.LOW and _is_cheap_when_wide(eqn, wanted[0], is_scaled)
                 wanted = [Want(cheap or results[0])] * len(wanted)
-            step = self._step(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
+            step = self._stepped(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         _name_readers(body, steps)
@@ -188,6 +189,19 @@ class Planner:
         asked = returned, magnified, outs_wanted
         plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, *asked)
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
+
+    def _stepped(
+        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
+    ) -> Step:
+        """The step of an equation, or of one like it that was planned before."""
+        like = signature(eqn)
+        if like is None:
+            return self._step(eqn, decision, ins, wanted, returned, path)
+        key = like, id(decision), tuple(ins), tuple(wanted)  # the decision knows the scopes
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = self._step(eqn, decision, ins, wanted, returned, path)
+        return found
 
     def _step(
         self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
