@@ -131,8 +131,16 @@ def run_two(script, folder, environment, timeout):
         )
         for i, path in enumerate(paths)
     ]
+
+    def output_of(process):
+        try:
+            return process.communicate(timeout=timeout)[0]
+        except subprocess.TimeoutExpired:  # one that waits for the other says why after all
+            process.kill()
+            return process.communicate()[0]
+
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        outputs = list(map(output_of, processes))
     finally:
         for process in processes:
             process.kill()

@@ -10,7 +10,7 @@ from helpers import ROOT, assert_same_bits, with_the_package
 from soak import processes_worker as soak
 
 pytestmark = pytest.mark.soak
-TIMEOUT = 300
+TIMEOUT = 180
 KINDS = ("jit", "shard_map", "shard_map_unchecked")
 
 
