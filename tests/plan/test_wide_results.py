@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import AMP, MATMULS, dtypes_of, equations, in_float64, matmul_dtypes, near, normal
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from plans import held_in, plan_of, read_in, step
 
 import jaxamp
@@ -64,6 +65,27 @@ def test_a_matmul_that_is_read_as_well_stays_low():
 
     jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
     assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"bfloat16"}
+
+
+LARGE_AND_FEW = normal(3, 64, 64), normal(4, 8, 64)  # a weight, and rows that are few next to it
+
+
+def test_gradients_of_a_weight_that_is_read_twice_are_added_in_float32():
+    jaxpr = jax.make_jaxpr(AMP(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w))))(*LARGE_AND_FEW)
+    assert dtypes_of("add_any", jaxpr) == ["float32"]
+
+
+def test_gradients_are_summed_over_devices_in_float32():
+    mesh = Mesh(np.asarray(jax.devices()), ("d",))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("d")), "out_specs": PartitionSpec()}
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w.T)))(w)
+        return lax.psum(grads, "d")
+
+    fn = jax.shard_map(AMP(step), mesh=mesh, check_vma=False, **specs)
+    jaxpr = jax.make_jaxpr(fn)(*LARGE_AND_FEW)
+    assert [dtype for name in ("psum", "psum_invariant") for dtype in dtypes_of(name, jaxpr)] == ["float32"]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
