@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import AMP, MATMULS, dtypes_of, equations, in_float64, matmul_dtypes, near, normal
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from plans import held_in, plan_of, read_in, step
 
 import jaxamp
@@ -70,10 +70,13 @@ def test_a_matmul_that_is_read_as_well_stays_low():
 LARGE_AND_FEW = normal(3, 64, 64), normal(4, 8, 64)  # a weight, and rows that are few next to it
 
 
-def test_gradients_of_a_weight_that_is_read_twice_are_added_in_float32():
-    jaxpr = jax.make_jaxpr(AMP(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w))))(*LARGE_AND_FEW)
-    sums = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "add_any"]
-    assert [aval.dtype for aval in sums if aval.shape == (64, 64)] == [jnp.float32]
+def test_gradients_of_a_weight_that_is_gathered_twice_are_added_in_float32():
+    everywhere = NamedSharding(Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec())
+    gathered = lambda w: lax.with_sharding_constraint(w, everywhere)
+    loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ gathered(w)) @ gathered(w)) ** 2)
+    jaxpr = jax.make_jaxpr(AMP(jax.grad(loss)))(*LARGE_AND_FEW)
+    made = [v.aval for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS for v in eqn.outvars]
+    assert [aval.dtype.name for aval in made if aval.shape == (64, 64)] == ["float32"] * 2
 
 
 def test_gradients_are_summed_over_devices_in_float32():
