@@ -18,6 +18,7 @@ from programs_libraries import PROGRAMS as LIBRARIES
 import jaxamp
 from jaxamp._inspect.pullback import pullback_of
 from jaxamp._plan.higher_order import describe
+from jaxamp._traits import shown_name
 
 TABLE = {program.name: program for program in (*CORE, *LIBRARIES)}
 LAWS = ("types", "empty_policy", "matmuls", "values", "jit", "vmap", "twice", "second_call")
@@ -381,7 +382,7 @@ def run_dtypes(jaxpr: Any) -> Any:
             if eqn.primitive.name.startswith("mixed_"):
                 operands = (*multiplied(eqn), *operands[2:])
             results = tuple(str(getattr(v.aval, "dtype", type(v.aval).__name__)) for v in eqn.outvars)
-            yield eqn.primitive.name.removeprefix("mixed_"), operands, results
+            yield shown_name(eqn.primitive), operands, results
         else:
             for body in entry.bodies:
                 yield from run_dtypes(body.jaxpr)
