@@ -108,4 +108,4 @@ def test_a_long_training_is_that_of_adamw():
         print(dtype, "float32", expected, "compressed", got)
         assert abs(got / expected - 1) < 0.1
     published = run(optim.flash_adamw(1e-3, storage=optim.Storage(codes="published", dither=False)), jnp.float32)
-    assert abs(published / expected - 1) > 0.2  # so that this test is known to see it
+    assert abs(published / expected - 1) > 0.15  # so that this test is known to see it
