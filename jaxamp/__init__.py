@@ -17,6 +17,8 @@ from ._inspect.report import AmpReport as AmpReport
 from ._inspect.report import amp_report as amp_report
 from ._inspect.report import assert_mixed as assert_mixed
 from ._inspect.unmatched import unmatched_keys as unmatched_keys
+from ._number_formats.names import format as format
+from ._number_formats.number_format import NumberFormat as NumberFormat
 from ._plan.bodies import Body as Body
 from ._plan.bodies import Entry as Entry
 from ._plan.higher_order import register_higher_order as register_higher_order
