@@ -185,7 +185,7 @@ def _check_integer(field: str, value: Any) -> None:
     if not _is_integer(value):
         _refuse(f"{field}={value!r} is not an integer", instead)
     if not low <= value <= high:
-        _refuse(f"{field}={value!r} does not fit into float32, in which formats are emulated", instead)
+        _refuse(f"{field}={value!r} is out of range, as formats are emulated in float32", instead)
 
 
 def _listed(words: tuple[str, ...]) -> str:
@@ -200,6 +200,7 @@ def complete(**fields: Any) -> NumberFormat:
     """A format of these fields, which have `exponent` and `mantissa`; the others are what these two suggest."""
     for field in ("exponent", "mantissa"):
         _check_integer(field, fields[field])
+        fields[field] = int(fields[field])
     fields.setdefault("specials", _own_specials(fields["exponent"], fields["mantissa"]))
     return NumberFormat(**(_defaults(fields["exponent"], fields["mantissa"], fields["specials"]) | fields))
 
@@ -253,9 +254,13 @@ def _description(format: NumberFormat) -> tuple[str, dict[str, Any]]:
     ]
     if candidates:
         return min(candidates, key=lambda each: len(each[1]))
-    others = {field.name: field.default for field in dataclasses.fields(format)}
-    others["specials"] = _own_specials(format.exponent, format.mantissa)
-    return "", _changes(others | _defaults(format.exponent, format.mantissa, format.specials), fields)
+    own = _own_specials(format.exponent, format.mantissa)
+    others = {field.name: field.default for field in dataclasses.fields(format)} | {"specials": own}
+    changes = _changes(others | _defaults(format.exponent, format.mantissa, format.specials), fields)
+    if "bias" not in changes and "specials" not in changes:
+        del changes["exponent"], changes["mantissa"]
+        return f"e{format.exponent}m{format.mantissa}", changes
+    return "", changes
 
 
 def _changes(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Quantise arrays to a number format, and dequantise them again."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._compat import EARLY_INLINE
 from .number_format import KNOWN, NumberFormat
 from .random_bits import random_bits
 from .rounding import INFINITY, NAN, from_bits, magnitude_of, round_bits
@@ -37,7 +39,15 @@ def quantize(x: Any, format: NumberFormat, *, key: Any = None, axis: int = -1, s
     """
     x = jnp.asarray(x)
     _check(x, format, scale)
+    if format.is_scaled and x.ndim:
+        _check_axis(x, axis)
     random = random_bits(key, x.shape) if format.rounding == "stochastic" else None
+    return _quantize(x, random, scale, format=format, axis=axis)
+
+
+# Compiled as a whole outside of `jit`, and without a trace inside of it.
+@functools.partial(jax.jit, static_argnames=("format", "axis"), inline=EARLY_INLINE)
+def _quantize(x: jax.Array, random: jax.Array | None, scale: Any, *, format: NumberFormat, axis: int) -> jax.Array:
     if x.size == 0:
         return x
     if scale is not None:
@@ -46,7 +56,7 @@ def quantize(x: Any, format: NumberFormat, *, key: Any = None, axis: int = -1, s
         return from_bits(round_bits(*magnitude_of(x), format, random), x.dtype)
     if x.ndim == 0:
         return _in_views(x[None], format, random if random is None else random[None], 0)[0]
-    return _in_views(x, format, random, _axis_of(x, axis))
+    return _in_views(x, format, random, axis % x.ndim)
 
 
 def emulate(x: Any, format: NumberFormat, *, key: Any = None, axis: int = -1, scale: Any = None) -> jax.Array:
@@ -107,13 +117,12 @@ def _with_scale(x: jax.Array, format: NumberFormat, random: jax.Array | None, sc
     return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32) * scale, x.dtype)
 
 
-def _axis_of(x: jax.Array, axis: int) -> int:
+def _check_axis(x: jax.Array, axis: int) -> None:
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"A format with scales along axis {axis} was given an array of shape {x.shape}. "
             f"Write axis= as an integer from {-x.ndim} to {x.ndim - 1}."
         )
-    return axis % x.ndim
 
 
 def _check(x: jax.Array, format: NumberFormat, scale: Any) -> None:
