@@ -61,7 +61,10 @@ def test_values_are_those_of_the_dtype(name):
 
 
 def test_compiled_is_as_not_compiled():
-    formats = [*SMALL.values(), *(jaxamp.format(f, rounding="stochastic") for f in ("e4m3", "mxfp4", "int8"))]
+    formats = [
+        *list(SMALL.values())[::2],
+        *(jaxamp.format(f, rounding="stochastic") for f in ("e4m3", "mxfp4", "int8")),
+    ]
     x = points(jaxamp.format("e4m3"))
     fn = lambda x: [quantize(x, format, key=3) for format in formats]
     with jax.disable_jit():
@@ -108,7 +111,7 @@ def test_without_subnormals_as_reduce_precision(exponent, mantissa):
     assert_same(quantize(x, format), lax.reduce_precision(jnp.asarray(x), exponent, mantissa), x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(0, 6),

@@ -46,7 +46,7 @@ def test_blocks_along_any_axis_and_of_any_length(name):
     assert_same(quantize(low, format, axis=0), quantize(low.astype(F32), format, axis=0), x)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(arrays(F32, 24, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)), st.sampled_from(MX))
 def test_blocks_of_any_finite_numbers(x, name):
     format = jaxamp.format(name, block=8)
