@@ -33,7 +33,7 @@ def in_blocks(x, format, size):
     return found
 
 
-@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "mxint8"])
 def test_blocks_along_any_axis_and_of_any_length(name):
     format = jaxamp.format(name)
     x = np.asarray(normal(0, 3, 70, 5)) * np.exp2(np.random.default_rng(1).integers(-150, 120, (3, 70, 5))).astype(F32)

@@ -69,7 +69,7 @@ def test_overflow():
     assert 900 < beyond.sum() < 1150
 
 
-@EACH_KEY
+@pytest.mark.parametrize("key", ["key", "count"])
 def test_the_same_under_every_sharding(key):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     format = jaxamp.format("mxfp8", rounding="stochastic", block=4)
