@@ -1,5 +1,7 @@
 """The networks of `benchmarks.zoo`, each written in float32 as a user of its library would, by family."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +15,14 @@ class Entry(NamedTuple):
     title: str
     make: Callable[..., Net]
     small: dict[str, Any]
-    options: dict[str, Any] = {}
 
     def build(self, small: bool) -> Net:
-        return self.make(**self.options, **(self.small if small else {}))
+        return self.make(**(self.small if small else {}))
+
+    def sizes(self, small: bool) -> dict[str, Any]:
+        """All sizes by name, for the same network in PyTorch."""
+        usual = {name: one.default for name, one in inspect.signature(self.make).parameters.items()}
+        return usual | (self.small if small else {})
 
 
 THIN = {"layers": 1, "width": 32, "tokens": 16, "batch": 2, "vocabulary": 50}
@@ -33,7 +39,7 @@ NETWORKS = {
     "unet": Entry("U-Net, Equinox", vision.unet, {"batch": 2, "pixels": 16, "widths": (8, 16)}),
     "bert": Entry("BERT, Haiku", language.bert, {**THIN, "heads": 4}),
     "decoder": Entry("decoder like Llama", language.decoder, DECODER),
-    "decoder-scan": Entry("decoder like Llama, scan", language.decoder, DECODER, {"scan": True}),
+    "decoder-scan": Entry("decoder like Llama, scan", functools.partial(language.decoder, scan=True), DECODER),
     "experts": Entry(
         "mixture of experts", language.experts, {"layers": 1, "width": 32, "hidden": 48, "number": 4, "tokens": 64}
     ),

@@ -1,5 +1,6 @@
 """Networks over images: ResNet-50 by Haiku, ConvNeXt in bare JAX, and a U-Net by Equinox."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,7 +137,7 @@ class UNet(eqx.Module):
     def __init__(self, widths: Sequence[int], key: Any):
         keys = iter(jax.random.split(key, 5 * len(widths) + 5))
         back = widths[::-1]
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(itertools.pairwise(widths))
         self.first = eqx.nn.Conv2d(3, widths[0], 3, padding=1, key=next(keys))
         self.downs = [Residual(width, width, next(keys)) for width in widths]
         self.shrink = [eqx.nn.Conv2d(a, b, 3, stride=2, padding=1, key=next(keys)) for a, b in pairs]
