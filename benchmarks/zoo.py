@@ -66,7 +66,8 @@ NOTES = (
     " it, in TF32 on a GPU. PyTorch is compared with its own float32, and not compared where its dropout differs.",
     "Trace s: tracing and lowering. Compile s: XLA alone, including autotuning of kernels that no earlier side needed."
     " For PyTorch: the first call.",
-    "PyTorch runs the same kind of network in a separate process before the others.",
+    "PyTorch runs networks of the same layers and sizes, images with channels last, in a separate process before the"
+    " others.",
 )
 
 
@@ -144,7 +145,7 @@ def relative_error(grads: Any, expected: Any) -> Any:
 
 
 def read(training: Training, expected: Any) -> dict[str, Any]:
-    """The losses and the error of a side that has run. Both are dropped with a note if the gradient is useless."""
+    """The losses of a side that has run, and the error of its last gradient."""
     return {**losses(training), **judged(float(relative_error(training.state, expected)))}
 
 
@@ -210,6 +211,7 @@ def main() -> None:
         if name in IN_TORCH:
             asked = _torch.Asked(name, (int(options.small),), repeats, calls)
             torch[name] = _torch.ask(in_torch, asked, process="_torch_zoo")
+            progress(f"{name}: {torch[name]}")
 
     table: list[dict[str, Any]] = []
     notes = [*NOTES, f"{repeats} repeats of {calls} steps."]
