@@ -5,6 +5,7 @@ has the same name as this package. PyTorch takes part if it is installed and fin
 RESULTS.md:
 
     python -m benchmarks.train_step --json results/train_step.json
+    python -m benchmarks.zoo --json results/zoo.json
     python -m benchmarks.passes --json results/passes.json
     python -m benchmarks.kernels --json results/kernels.json
     python -m benchmarks.memory --json results/memory.json

@@ -1,12 +1,12 @@
 """Compare the sides of a training step: compile each, let them take turns, and check that their losses agree."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from ._sides import Case, Side, Step
+from ._sides import Side, Step
 from ._tables import progress
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
 
@@ -35,7 +35,7 @@ class Compiled(NamedTuple):
         return arguments + results + found.temp_size_in_bytes
 
 
-def compile_step(side: Side, case: Case) -> Compiled:
+def compile_step(side: Side, case: Any) -> Compiled:
     """Compile a side from shapes, without allocating anything."""
     if side.make is None:
         raise Unavailable("not in this benchmark")
@@ -65,15 +65,28 @@ class Training:
         return seconds(self.once, self.calls)
 
 
-def prepare(side: Side, case: Case, calls: int) -> tuple[Training, dict[str, Any]]:
+def prepare(side: Side, case: Any, calls: int) -> tuple[Training, dict[str, Any]]:
     """A side that is ready to run, and the figures from compiling it."""
     compiled = compile_step(side, case)
     row = {"gib": compiled.temporary / 2**30, "compile_s": compiled.compile_s, "lower_s": compiled.lower_s}
     return Training(compiled, calls), row
 
 
-def contest(sides: Mapping[str, Side], case: Case, repeats: int, calls: int) -> dict[str, dict[str, Any]]:
-    """One row for each JAX side: its seconds and losses, or a note that says why there are none."""
+def losses(training: Training) -> dict[str, Any]:
+    return {"losses": [float(loss) for loss in training.losses]}
+
+
+def contest(
+    sides: Mapping[str, Side],
+    case: Any,
+    repeats: int,
+    calls: int,
+    read: Callable[[Training], dict[str, Any]] = losses,
+) -> dict[str, dict[str, Any]]:
+    """One row for each JAX side: its seconds and what `read` says, or a note that says why there are none.
+
+    `case` is what the sides make their step from; progress is reported under its `title`.
+    """
     rows: dict[str, dict[str, Any]] = {}
     running: dict[str, Training] = {}
     for name, side in sides.items():
@@ -82,14 +95,14 @@ def contest(sides: Mapping[str, Side], case: Case, repeats: int, calls: int) -> 
             rows[name] = {"note": made.why}
         else:
             running[name], rows[name] = made
-        progress(f"{case.network}, {case.layers}, {name}: {_said(rows[name])}")
+        progress(f"{case.title}, {name}: {_said(rows[name])}")
     gc.collect()
     gc.freeze()  # so that the collection before each repeat takes no time
     for name, times in race(running, repeats).items():
         if isinstance(times, Failure):
             rows[name]["note"] = times.why
         else:
-            rows[name] |= {"seconds": times.seconds, "losses": [float(loss) for loss in running[name].losses]}
+            rows[name] |= {"seconds": times.seconds, **read(running[name])}
     running.clear()
     gc.unfreeze()
     gc.collect()  # frees their parameters before the next case makes its own

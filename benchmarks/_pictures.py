@@ -1,4 +1,4 @@
-"""Draw results with matplotlib: bars of step time and memory for each side, and curves of growth."""
+"""Draw results with matplotlib: bars of time and memory for each side, and curves of growth."""
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -57,6 +57,32 @@ def save_growth(rows: Rows, path: Path) -> str:
     return _save(figure, path)
 
 
+def save_zoo(rows: Rows, path: Path) -> str:
+    """Bars of the time of each side relative to the plain cast, a group for each network."""
+    shown = [row for row in rows if row.get("vs_cast") and row["side"] != "cast"]
+    if not shown:
+        return f"no picture {path.name}: nothing was timed"
+    if find_spec("matplotlib") is None:
+        return f"no picture {path.name}: matplotlib is not installed"
+    networks, sides = (list(dict.fromkeys(row[key] for row in shown)) for key in ("network", "title"))
+    figure, (axis,) = _figure(1, 8, 1 + 0.2 * len(shown))
+    height = 0.85 / len(sides)
+    for i, side in enumerate(sides):
+        bars = [row for row in shown if row["title"] == side]
+        places = [networks.index(row["network"]) + (i - (len(sides) - 1) / 2) * height for row in bars]
+        values = [1 / row["vs_cast"] for row in bars]
+        style = {"alpha": 1 - 0.4 * (side == "ours, fast"), "hatch": "//" if side.startswith("torch") else None}
+        drawn = axis.barh(places, values, height, color=colour(bars[0]), edgecolor="white", label=side, **style)
+        axis.bar_label(drawn, [f"{value:.2f}" for value in values], padding=2, fontsize=7)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(networks)), networks)
+    axis.set_xlabel("time relative to a plain cast to bfloat16 (shorter is faster)")
+    axis.margins(x=0.08, y=0.01)
+    axis.invert_yaxis()
+    axis.legend(fontsize=8)
+    return _save(figure, path)
+
+
 def save_step_lengths(rows: Rows, path: Path) -> str:
     """Curves over steps, a panel for each change of the gradient."""
     if find_spec("matplotlib") is None:
@@ -88,7 +114,8 @@ def _figure(panels: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
     figure = Figure((width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(panels // 2, 2, squeeze=False)
+    columns = min(panels, 2)
+    axes = figure.subplots(panels // columns, columns, squeeze=False)
     return figure, list(axes.flat)
 
 

@@ -15,7 +15,7 @@ import argparse
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +45,10 @@ class Case(NamedTuple):
     @property
     def layers(self) -> str:
         return "scan" if self.stacked else "unrolled"
+
+    @property
+    def title(self) -> str:
+        return f"{self.network}, {self.layers}"
 
     def about(self) -> dict[str, Any]:
         """The part of a row that describes the case."""
@@ -149,11 +153,16 @@ def hand_cudnn(case: Case) -> Step:
 # -- peers
 
 
-def mpx(case: Case) -> Step:
-    """MPX as in its README: `filter_value_and_grad` with loss scaling, and `optimizer_update`."""
+def mpx_and_scaling() -> tuple[ModuleType, Any]:
+    """MPX, set to our low precision, and the loss scaling of its README."""
     mpx = peer("mpx")
     mpx.set_half_precision_datatype(LOW)
-    scaling = mpx.DynamicLossScaling(mpx.FLOAT16_MAX, min_loss_scaling=jnp.float32(1), period=2000)
+    return mpx, mpx.DynamicLossScaling(mpx.FLOAT16_MAX, min_loss_scaling=jnp.float32(1), period=2000)
+
+
+def mpx(case: Case) -> Step:
+    """MPX as in its README: `filter_value_and_grad` with loss scaling, and `optimizer_update`."""
+    mpx, scaling = mpx_and_scaling()
     arrays, static = eqx.partition(scaling, eqx.is_array)
 
     def run(state: Any, x: Any, y: Any) -> Any:
@@ -258,9 +267,9 @@ def ask_for_upstream(asked: argparse.ArgumentParser) -> None:
     asked.add_argument("--upstream", action=Found, metavar="PATH", help="the folder where jaxamp 0.0.4 is installed")
 
 
-def choose(asked: str) -> list[str]:
-    """The sides that an option names, separated by commas."""
+def choose(asked: str, among: Collection[str] = SIDES.keys(), kind: str = "side") -> list[str]:
+    """The sides, or other things, that an option names, separated by commas."""
     names = asked.split(",")
-    if unknown := [name for name in names if name not in SIDES]:
-        raise SystemExit(f"There is no side {', '.join(unknown)}. Choose from {', '.join(SIDES)}.")
+    if unknown := [name for name in names if name not in among]:
+        raise SystemExit(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(among)}.")
     return names

@@ -28,24 +28,32 @@ class Asked:
     calls: int
 
 
-def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200) -> dict[str, Any]:
+def ask(sides: Sequence[str], asked: Asked, limit_s: float = 200, process: str = "_torch_process") -> dict[str, Any]:
     """Run the process. Call this before JAX takes the device's memory."""
     if not sides:
         return {}
     progress(f"{asked.network}: asking PyTorch for {', '.join(sides)}")
-    got = attempt(_run, sides, asked, limit_s)
+    got = attempt(_run, sides, asked, limit_s, process)
     if not isinstance(got, Failure):
         return got
     if len(sides) == 1:
         return {sides[0]: {"why": got.why}}
     # One crash took all of them down: try each alone.
-    return {name: row for side in sides for name, row in ask([side], asked, limit_s).items()}
+    return {name: row for side in sides for name, row in ask([side], asked, limit_s, process).items()}
 
 
-def _run(sides: Sequence[str], asked: Asked, limit_s: float) -> dict[str, Any]:
+def torch_row(got: dict[str, Any]) -> dict[str, Any]:
+    """The row of a table, from what the process says about a side."""
+    if "why" in got:
+        return {"note": got["why"]}
+    gib = None if got["peak"] is None else got["peak"] / 2**30
+    return {"gib": gib, "compile_s": got["first_s"], "seconds": got["seconds"], "losses": got["losses"]}
+
+
+def _run(sides: Sequence[str], asked: Asked, limit_s: float, process: str) -> dict[str, Any]:
     if find_spec("torch") is None:
         raise Unavailable("needs PyTorch and a GPU")
-    command = [sys.executable, "-m", "benchmarks._torch_process", "--sides", ",".join(sides)]
+    command = [sys.executable, "-m", f"benchmarks.{process}", "--sides", ",".join(sides)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     question = json.dumps(dataclasses.asdict(asked))
     run = subprocess.run(command, input=question, env=environment, capture_output=True, text=True, timeout=limit_s)

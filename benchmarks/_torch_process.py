@@ -75,11 +75,32 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-class Training:
-    """A training step that keeps its parameters. A call runs `calls` steps and returns the seconds per step."""
+class Timed:
+    """A step that keeps its losses. A call runs `calls` steps and returns the seconds per step."""
+
+    def __init__(self, calls: int, device: str):
+        self.calls, self.device, self.losses = calls, device, []
+
+    def once(self) -> None:
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """What is known of the step besides its time."""
+        raise NotImplementedError
+
+    def ready(self, _: Any = None) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def __call__(self) -> float:
+        return seconds(self.once, self.calls, self.ready)
+
+
+class Training(Timed):
+    """A training step that keeps its parameters."""
 
     def __init__(self, side: str, asked: Asked, model: Any, batch: Any, device: str):
-        self.asked, self.device, self.losses = asked, device, []
+        super().__init__(asked.calls, device)
         self.params = parameters(model, device)
         self.batch = [torch.tensor(np.asarray(a), device=device) for a in batch]
         self.optimizer = torch.optim.AdamW(leaves(self.params), lr=1e-4, weight_decay=1e-4, fused=device == "cuda")
@@ -100,12 +121,8 @@ class Training:
         self.optimizer.step()
         self.losses.append(loss.detach())
 
-    def ready(self, _: Any) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def __call__(self) -> float:
-        return seconds(self.once, self.asked.calls, self.ready)
+    def figures(self) -> dict[str, Any]:
+        return {"peak": self.peak()}
 
     def peak(self) -> int | None:
         """Peak bytes of one step, including its parameters and optimizer state, excluding those of other sides."""
@@ -118,20 +135,27 @@ class Training:
         return torch.cuda.max_memory_allocated() - others
 
 
-def measure(sides: Sequence[str], asked: Asked, device: str) -> dict[str, Any]:
+Prepare = Callable[[Asked, str], Callable[[str], Timed]]  # from a question and a device to the step of each side
+
+
+def prepare(asked: Asked, device: str) -> Callable[[str], Timed]:
     model, *batch = make(asked.network, Sizes(*asked.sizes))
+    return lambda side: Training(side, asked, model, batch, device)
+
+
+def measure(sides: Sequence[str], make_side: Callable[[str], Timed], repeats: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    made: dict[str, Training] = {}
+    made: dict[str, Timed] = {}
     for side in sides:
-        training = attempt(Training, side, asked, model, batch, device)
+        training = attempt(make_side, side)
         first = training if isinstance(training, Failure) else attempt(seconds, training.once, 1, training.ready)
         if isinstance(first, Failure):
             results[side] = {"why": first.why}
             continue
-        peak = attempt(training.peak)
+        found = attempt(training.figures)
         made[side] = training
-        results[side] = {"first_s": first, "peak": None if isinstance(peak, Failure) else peak}
-    for side, times in race(made, asked.repeats).items():
+        results[side] = {"first_s": first, **({"peak": None} if isinstance(found, Failure) else found)}
+    for side, times in race(made, repeats).items():
         if isinstance(times, Failure):
             results[side] = {"why": times.why}
         else:
@@ -139,8 +163,9 @@ def measure(sides: Sequence[str], asked: Asked, device: str) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def answer(prepare: Prepare, doc: str) -> None:
+    """The whole process: read the question, measure the sides, print the results."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -148,9 +173,9 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         results = {side: {"why": "needs a GPU"} for side in options.sides.split(",")}
     else:
-        results = measure(options.sides.split(","), asked, options.device)
+        results = measure(options.sides.split(","), prepare(asked, options.device), asked.repeats)
     print("\n" + json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    answer(prepare, __doc__)

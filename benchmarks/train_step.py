@@ -80,13 +80,6 @@ def sides_of(case: Case, options: argparse.Namespace) -> Sequence[str]:
     return SMALL_SIDES if options.small else USUAL[case.network, case.layers]
 
 
-def torch_row(got: dict[str, Any]) -> dict[str, Any]:
-    if "why" in got:
-        return {"note": got["why"]}
-    gib = None if got["peak"] is None else got["peak"] / 2**30
-    return {"gib": gib, "compile_s": got["first_s"], "seconds": got["seconds"], "losses": got["losses"]}
-
-
 def main() -> None:
     options = arguments()
     cases, repeats, calls = cases_of(options), *repeats_and_calls(options)
@@ -100,7 +93,7 @@ def main() -> None:
     for case in cases:
         names = [name for name in sides_of(case, options) if SIDES[name].make is not None]
         rows = contest({name: SIDES[name] for name in names}, case, repeats, calls)
-        rows |= {name: torch_row(got) for name, got in torch[case].items()}
+        rows |= {name: _torch.torch_row(got) for name, got in torch[case].items()}
         conclude(rows)
         table += [{**case.about(), "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
         save("train_step", table, notes, options.json)

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._pictures import save_growth, save_step_lengths, save_steps
+from ._pictures import save_growth, save_step_lengths, save_steps, save_zoo
 from ._tables import markdown
 
 # In the order of RESULTS.md.
 QUESTIONS = (
-    "train_step passes kernels memory growth matmul communication compile_time scaler optimizer step_length report_time"
+    "train_step zoo passes kernels memory growth matmul communication compile_time scaler optimizer step_length"
+    " report_time"
 ).split()
 TABLES = {  # the keys that the rows of a table share, and the name of the table
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
@@ -84,6 +85,8 @@ def pictures(section: Section, folder: Path) -> list[str]:
         said.append(save_growth(section.rows, folder / "growth.png"))
     if section.question == "step_length":
         said.append(save_step_lengths(section.rows, folder / "step_length.png"))
+    if section.question == "zoo":
+        said.append(save_zoo(section.rows, folder / "zoo.png"))
     if section.question == "train_step":
         for name, rows in tables(section):
             said.append(save_steps(rows, folder / f"step_{re.sub('[^a-z]+', '_', name.replace('layers', ''))}.png"))
@@ -103,6 +106,7 @@ def render(section: Section, images: Sequence[str], top: str) -> str:
         parts += [f"**{name}**"] if name else []
         shown = [c for c in columns if c.key != "note" or any(row.get("note") for row in rows)]
         parts.append(markdown(shown, ordered(section.question, rows)))
+    parts += module.summary(section.rows) if hasattr(module, "summary") else []
     parts += [f"![{section.question}]({image})" for image in images]
     parts.append("\n".join(f"- {note}" for note in section.notes))
     return "\n\n".join(parts)

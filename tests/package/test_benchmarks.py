@@ -5,15 +5,17 @@ import math
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 from helpers import ROOT
 
 import jaxamp
-from benchmarks import _torch, _trees, kernels, memory, optimizer, passes, train_step, write_results
+from benchmarks import _torch, _trees, kernels, memory, optimizer, passes, train_step, write_results, zoo
 from benchmarks._contest import conclude
 from benchmarks._sides import SIDES, choose, upstream_module
 from benchmarks._tables import Column, markdown, number, text
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
+from benchmarks._zoo import NETWORKS
 
 # -- the largest batch
 
@@ -274,3 +276,58 @@ def test_pictures_are_saved_where_matplotlib_is(tmp_path):
     for name in ("step_vit_scan.png", "growth.png"):
         assert f"]({name})" in page
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+# -- zoo
+
+
+def test_every_network_of_the_zoo_has_small_sizes_by_name():
+    for name, entry in NETWORKS.items():
+        assert set(entry.small) <= set(entry.sizes(small=False)), name
+        assert entry.sizes(small=True) == entry.sizes(small=False) | entry.small
+    assert {*zoo.USUAL, *zoo.SMALL, *zoo.IN_TORCH} <= set(NETWORKS)
+    assert [name for name, side in zoo.SIDES.items() if side.make is None] == ["torch-compile", "torch-compile-sdpa"]
+
+
+def test_a_misspelt_network_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["zoo", "--nets", "unet,resnt"])
+    with pytest.raises(SystemExit, match=r"There is no network resnt\. Choose from resnet, convnext, "):
+        zoo.arguments()
+
+
+def test_the_error_of_a_gradient_is_relative_and_flagged_where_zeros_would_do():
+    expected = {"a": jnp.array([3.0]), "b": jnp.array([0.0, 4.0])}
+    assert zoo.relative_error({"a": jnp.array([3.0]), "b": jnp.array([0.0, 4.5])}, expected) == pytest.approx(0.1)
+    assert zoo.judged(0.1) == {"error": 0.1, "note": None}
+    assert zoo.judged(1.0)["note"] == "WRONG: as far from float32 as zeros"
+    assert zoo.judged(float("nan")) == {"note": "WRONG: the gradient is not finite"}
+
+
+def zoo_row(network, side, ratio):
+    return {"network": network, "side": side, "title": side, "ms": 1.0, "vs_cast": ratio, "note": None}
+
+
+def test_the_zoo_ends_with_geometric_means_over_the_networks_that_ran(tmp_path):
+    pytest.importorskip("matplotlib", reason="the benchmarks extra is not installed")
+    rows = [zoo_row("unet", "cast", 1.0), zoo_row("unet", "ours", 2.0), zoo_row("bert", "ours", 0.5)]
+    write(tmp_path, "one", "zoo", [*rows, zoo_row("lstm", "ours", 8.0)])
+    write(tmp_path, "two", "zoo", [zoo_row("bert", "mpx", 0.5), zoo_row("lstm", "mpx", None)])
+    page = write_results.document(write_results.read(tmp_path), tmp_path)
+    assert "over how many networks: ours 2.00x (of 3), mpx 0.50x (of 1)." in page
+    assert "](zoo.png)" in page
+    assert (tmp_path / "zoo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_of_the_zoo_runs_on_every_side(name, tmp_path):
+    pytest.importorskip("haiku", reason="the benchmarks extra is not installed")
+    out = tmp_path / "out.json"
+    sides = "float32", "cast", "mpx", "ours", "ours-fast"
+    options = ["--small", "--nets", name, "--sides", ",".join(sides), "--json", str(out)]
+    subprocess.run([sys.executable, "-m", "benchmarks.zoo", *options], check=True, capture_output=True, cwd=ROOT)
+    rows = {row["side"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
+    assert set(rows) == set(sides)
+    assert all(row["ms"] > 0 and row["note"] is None for row in rows.values())
+    assert rows["float32"]["error"] < 1e-5
+    assert all(1e-5 < rows[side]["error"] < 0.5 for side in sides[1:])
