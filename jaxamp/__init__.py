@@ -26,6 +26,7 @@ from ._policy.communication import COMMUNICATION as COMMUNICATION
 from ._policy.communication import Communication as Communication
 from ._policy.load import load_policy as load_policy
 from ._policy.lookup import Policy as Policy
+from ._policy.quantization import use_formats as use_formats
 from ._policy.rules import use_compute_precision as use_compute_precision
 from ._policy.rules import use_inferred_precision as use_inferred_precision
 from ._policy.rules import use_original_precision as use_original_precision

@@ -12,10 +12,11 @@ from .._compat import Primitive
 from .._plan.higher_order import higher_order
 from .._policy.communication import Communication
 from .._policy.lookup import Key, Policy
+from .._policy.quantization import Quantization
 from .._policy.rules import WORDS, ByTarget, Rule
 
-RULE_ORDER = ("compute", "infer", "widest", "float32")  # as rules are listed
-_NAMES = {WORDS[name]: name for name in RULE_ORDER}
+RULE_ORDER = ("compute", "quantized", "infer", "widest", "float32")  # as rules are listed
+_NAMES = {rule: name for name, rule in WORDS.items() if name in RULE_ORDER}
 
 
 class RuleName(NamedTuple):
@@ -111,8 +112,13 @@ def _rule_name(rule: Rule | Communication, dtype: np.dtype | None) -> RuleName:
     if isinstance(rule, Communication):
         return RuleName(f"gather {rule.gather}, reduce {rule.reduce}", {})
     if not isinstance(rule, ByTarget):
-        return RuleName(_NAMES[rule], {})
+        return RuleName(_word(rule), {})
     if dtype is not None:
-        return RuleName(_NAMES[rule.resolve(dtype)], {})
-    special = {name: _NAMES[other] for name, other in rule.special.items() if other is not rule.default}
-    return RuleName(_NAMES[rule.default], special)
+        return RuleName(_word(rule.resolve(dtype)), {})
+    special = {name: _word(other) for name, other in rule.special.items() if other is not rule.default}
+    return RuleName(_word(rule.default), special)
+
+
+def _word(rule: Rule) -> str:
+    """What a table calls a rule."""
+    return "quantized" if isinstance(rule, Quantization) else _NAMES[rule]

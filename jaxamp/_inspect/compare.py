@@ -34,7 +34,7 @@ from .walk import Walker
 def compare(
     fn: Callable[..., Any],
     *,
-    compute_dtype: Any = jnp.float16,
+    compute_dtype: Any = "auto",
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),

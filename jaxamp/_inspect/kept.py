@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from .._plan.residuals import Keep
 from .._transform.options import PolicyLike, check_function, check_options
 from .program import program_of
@@ -21,7 +19,7 @@ class BytesKept(NamedTuple):
 def bytes_kept(
     fn: Callable[..., Any],
     *,
-    compute_dtype: Any = jnp.float16,
+    compute_dtype: Any = "auto",
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._policy.rules import Replacement
 from .._traits import shown_name, traits_of
 from .._transform.ledger import Ledger
 from .comparison import Compared, Error, error_of
@@ -74,7 +73,7 @@ class Matcher:
         record = None if place.mark is None else self._ledger.records[place.mark]
         if self._replaced is not None and not _is_same_run(place, self._replaced[0]):
             self.finish()
-        if record is not None and isinstance(record.step.found.rule, Replacement) and record.step.operation is not None:
+        if record is not None and record.step.replaced:
             self._replaced = place, outs
         else:
             error = self._compare(eqn.primitive, place, outs)

@@ -13,8 +13,6 @@ The report also says whether it reached the results: a mask may have removed it.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._compat import Jaxpr
 from .._formats import is_float
 from .._plan.residuals import Keep
@@ -31,7 +29,7 @@ from .walk import Walker
 def find_overflow(
     fn: Callable[..., Any],
     *,
-    compute_dtype: Any = jnp.float16,
+    compute_dtype: Any = "auto",
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),

@@ -18,6 +18,7 @@ _TEXTS = {
     Why.FOLLOWS_OUT_OF_RANGE: "follows an operand out of range",
     Why.NO_LOW_OPERAND: "no low operand",
     Why.FOLDED: "folded into the matmul before it",
+    Why.NOT_REPLACED: "in the compute dtype: {}",
     Why.BY_PASS: "{}",
     Why.ALREADY_LOW: "low already, by an amp inside",
     Why.NOTHING_TO_LOWER: "nothing to lower",

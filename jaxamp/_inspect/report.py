@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._plan.residuals import Keep
 from .._transform.options import PolicyLike, check_function, check_options
 from .check import check_arguments, checked_globs, list_problems, problems_of
@@ -87,7 +85,7 @@ class AmpReport(ReportData):
 def amp_report(
     fn: Callable[..., Any],
     *,
-    compute_dtype: Any = jnp.float16,
+    compute_dtype: Any = "auto",
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),

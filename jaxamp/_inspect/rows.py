@@ -16,6 +16,7 @@ from .._formats import float_dtype
 from .._plan.higher_order import describe
 from .._plan.reasons import Why
 from .._policy.rules import name_of_rule
+from .._primitives.quantize import EIGHT_BITS
 from .._traits import shown_name, traits_of
 from .._traits.matmul_cost import Dims
 from .._transform.ledger import Ledger
@@ -60,7 +61,16 @@ class Row(NamedTuple):
     @property
     def multiplied(self) -> str:
         """The number format that a matmul multiplies in: if no rule says so, the widest float dtype of its operands."""
-        return self.format or max(self.run.operands[:2], key=lambda name: ("float" in name, jnp.dtype(name).itemsize))
+        return self.format or max(self.run.operands[:2], key=_width)
+
+
+def _width(name: str) -> Any:
+    """By which dtypes are compared: floats are wider than integers, and those than formats of a byte or less."""
+    bytes_ = 0 if name in _FORMATS else jnp.dtype(name).itemsize
+    return "float" in name, bytes_, name
+
+
+_FORMATS = frozenset(map(str, EIGHT_BITS.values()))
 
 
 def rows_of(jaxpr: Jaxpr, ledger: Ledger, place: Place) -> Iterator[Row]:
@@ -119,7 +129,7 @@ def _dtypes(eqn: Any) -> Dtypes:
     operands = [_dtype(v) for v in eqn.invars]
     multiplies_in = traits_of(eqn.primitive).multiplies_in
     if multiplies_in is not None:
-        operands[:2] = [multiplies_in(eqn.params).name] * 2
+        operands[:2] = [str(multiplies_in(eqn.params))] * 2
     return Dtypes(tuple(operands), tuple(_dtype(v) for v in eqn.outvars))
 
 
@@ -131,7 +141,10 @@ def _is_wide_outer_product(eqn: Any) -> bool:
 
 
 def _dtype(atom: Any) -> str:
-    return str(getattr(atom.aval, "dtype", type(atom.aval).__name__))
+    dtype = getattr(atom.aval, "dtype", type(atom.aval).__name__)
+    if dtype in EIGHT_BITS:
+        return str(EIGHT_BITS[dtype])
+    return str(dtype)
 
 
 def _as_if_written(run: Dtypes, origin: Any) -> Dtypes:

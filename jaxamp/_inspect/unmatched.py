@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from .._plan.plan import Step
 from .._policy.communication import COMMUNICATION
 from .._policy.load import load_policy
@@ -16,7 +14,7 @@ from .._transform.options import Options, PolicyLike, check_function, check_opti
 
 
 def unmatched_keys(
-    fn: Callable[..., Any], *, compute_dtype: Any = jnp.float16, amp_policy: PolicyLike = "default"
+    fn: Callable[..., Any], *, compute_dtype: Any = "auto", amp_policy: PolicyLike = "default"
 ) -> Callable[..., list[Key]]:
     """The keys of a policy that matched no operation of `fn`, as a function of `fn`'s arguments.
 

@@ -16,6 +16,7 @@ from .._plan.plan import Operation, Plan, Step
 from .._plan.planner import pass_operands
 from .._plan.reasons import Reason, Why
 from .._policy.rules import Replacement
+from .._primitives.matmul import order_when_swapped
 
 
 def fold_transposes(plan: Plan) -> Plan:
@@ -24,7 +25,7 @@ def fold_transposes(plan: Plan) -> Plan:
     readers = plan.readers() if matmuls else {}
     changed: dict[int, Step] = {}
     for i in matmuls:
-        eqn, step, order = plan.eqns[i], plan.steps[i], _order_when_swapped(plan.eqns[i])
+        eqn, step, order = plan.eqns[i], plan.steps[i], order_when_swapped(plan.eqns[i])
         if order == tuple(range(len(order))):
             if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:
                 changed[i] = _swapped(eqn, step, order)
@@ -48,14 +49,6 @@ def _is_swappable(eqn: Any, step: Step) -> bool:
     """A rule that gives the matmul another body may tell activations from weights by their places."""
     is_plain = eqn.primitive is lax.dot_general_p and eqn.params.get("out_sharding") is None
     return is_plain and not isinstance(step.found.rule, Replacement)
-
-
-def _order_when_swapped(eqn: Any) -> tuple[int, ...]:
-    """Where the axes of a `dot_general` are found in its result once the operands are swapped."""
-    (left, _), (batch, _) = eqn.params["dimension_numbers"]
-    rank, before = eqn.outvars[0].aval.ndim, len(batch)
-    after = before + eqn.invars[0].aval.ndim - len(left) - before
-    return (*range(before), *range(after, rank), *range(before, after))
 
 
 def _swapped(eqn: Any, step: Step, order: tuple[int, ...]) -> Step:

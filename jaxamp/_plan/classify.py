@@ -21,13 +21,14 @@ from .._jaxpr import Memo, signature
 from .._policy.load import load_policy
 from .._policy.lookup import Found, Lookup
 from .._policy.rules import (
-    Replacement,
+    ReplacingRule,
     use_compute_precision,
     use_inferred_precision,
     use_original_precision,
     use_widest_precision,
 )
 from .._primitives.matmul import has_mixed, is_mixed
+from .._primitives.quantized_matmul import is_quantized
 from .._traits import traits_of
 from .bodies import Body, Entry
 from .higher_order import describe
@@ -115,7 +116,7 @@ class Classifier:
         if self.formats.may_lower(atom):
             return True
         dtype = float_dtype(atom.aval)
-        return isinstance(found.rule, Replacement) and dtype is not None and self._is_low(dtype)
+        return isinstance(found.rule, ReplacingRule) and dtype is not None and self._is_low(dtype)
 
     def _is_kept_low(self, preferred: Any, dtypes: Sequence[np.dtype | None]) -> bool:
         """Whether a matmul of low operands asks for a low result."""
@@ -209,7 +210,7 @@ class Classifier:
         if not traits.keeps_range and together > PROTECTED:
             together = PROTECTED
         kept = together if together > PROTECTED else PROTECTED
-        if is_mixed(eqn.primitive):
+        if is_mixed(eqn.primitive) or is_quantized(eqn.primitive):
             return Mode.AS_WRITTEN, Reason(Why.ALREADY_LOW), LOW
         if not _is_known(found):
             return Mode.RULE, by_policy(found), kept
@@ -383,11 +384,11 @@ _KNOWN = (use_compute_precision, use_inferred_precision, use_original_precision,
 
 def _is_known(found: Found) -> bool:
     """Whether the planner decides for a rule; any other rule is a user's, and has the last word."""
-    return isinstance(found.rule, Replacement) or found.rule in _KNOWN
+    return isinstance(found.rule, ReplacingRule) or found.rule in _KNOWN
 
 
 def _lowers(found: Found) -> bool:
-    return isinstance(found.rule, Replacement) or found.rule is use_compute_precision
+    return isinstance(found.rule, ReplacingRule) or found.rule is use_compute_precision
 
 
 def _is_by_primitive(found: Found) -> bool:

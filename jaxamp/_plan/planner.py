@@ -13,7 +13,7 @@ that a `jit` or a `custom_jvp` between two matmuls costs no cast.
 import enum
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -21,7 +21,7 @@ from jax import lax
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from .._formats import Format, float_dtype
 from .._jaxpr import Memo, signature
-from .._policy.rules import Replacement, lowered_params, use_original_precision
+from .._policy.rules import Replacement, ReplacingRule, Site, lowered_params, use_original_precision
 from .._primitives.matmul import Mixing, has_mixed, mixed
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -174,11 +174,13 @@ class Planner:
         for eqn, decision in zip(body.eqns, decisions, strict=True):
             wanted = [wants.get(v, Want.LAST) for v in eqn.outvars]
             results = [v in through for v in eqn.outvars]
+            is_last = wanted[:1] == [Want.LAST]
             if decision.mode is Mode.LOW:
                 is_scaled = eqn.outvars[0] in scaled
                 cheap = wanted[0] is not Want.LOW and _is_cheap_when_wide(eqn, wanted[0], is_scaled)
                 wanted = [Want(cheap or results[0])] * len(wanted)
-            step = self._stepped(eqn, decision, [read(v) for v in eqn.invars], wanted, results, path)
+            of_results = _Asked(wanted, results, is_last, path)
+            step = self._stepped(eqn, decision, [read(v) for v in eqn.invars], of_results)
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         _name_readers(body, steps)
@@ -190,24 +192,21 @@ class Planner:
         plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, *asked)
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
 
-    def _stepped(
-        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
-    ) -> Step:
+    def _stepped(self, eqn: Any, decision: Decision, ins: list[Value], asked: "_Asked") -> Step:
         """The step of an equation, or of one like it that was planned before."""
         like = signature(eqn)
         if like is None:
-            return self._step(eqn, decision, ins, wanted, returned, path)
-        key = like, id(decision), tuple(ins), tuple(wanted)  # the decision knows the scopes
+            return self._step(eqn, decision, ins, asked)
+        key = like, id(decision), tuple(ins), tuple(asked.wanted), asked.is_last  # the decision knows the scopes
         found = self._alike.get(key)
         if found is None:
-            found = self._alike[key] = self._step(eqn, decision, ins, wanted, returned, path)
+            found = self._alike[key] = self._step(eqn, decision, ins, asked)
         return found
 
-    def _step(
-        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
-    ) -> Step:
+    def _step(self, eqn: Any, decision: Decision, ins: list[Value], asked: "_Asked") -> Step:
         """The step of an equation, from the decision on it and the formats that its operands are held in."""
         mode, outs, reason = decision.mode, decision.outs, decision.reason
+        wanted = asked.wanted
         original = tuple(self.formats.of_aval(v.aval) for v in eqn.invars)
 
         def step(
@@ -238,7 +237,7 @@ class Planner:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
                 return written()
             case Mode.LOW:
-                return self._low_step(eqn, decision, ins, low(), wanted[0] is not Want.LOW, path)
+                return self._low_step(eqn, decision, ins, low(), asked)
             case Mode.FOLLOW:
                 wide = all(w for w, v in zip(wanted, eqn.outvars, strict=True) if float_dtype(v.aval) is not None)
                 held_wide = any(v.sensitivity is LOW and not v.is_low for v in ins)
@@ -271,7 +270,7 @@ class Planner:
                 values = results_of_rule(decision.found.rule, self.formats, eqn, ins)
                 return step([None] * len(ins), values, operation=self._by_users_rule(decision))
             case Mode.ENTER:
-                return self._step_into(eqn, decision, ins, wanted, returned, path)
+                return self._step_into(eqn, decision, ins, asked)
 
     def _lowered(self, atom: Any) -> Format | None:
         return self.formats.low if self.formats.may_lower(atom) else self.formats.of_aval(atom.aval)
@@ -285,10 +284,10 @@ class Planner:
         factor = float(abs(eqn.invars[1].val))
         return factor > 1 if eqn.primitive is lax.div_p else factor < 1
 
-    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, wide: bool, path: Path) -> Step:
+    def _low_step(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, asked: "_Asked") -> Step:
         """A step that runs low. `step` reads all floats low, and has all float results low.
 
-        `wide`: the result of a matmul comes out in float32 all the same.
+        A matmul's result comes out in float32 all the same if it is wanted so.
         """
         takes_part = traits_of(eqn.primitive).takes_part
         if takes_part is not None:
@@ -305,15 +304,28 @@ class Planner:
             inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
             reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
             given = (inside[0] and ins[0].given, inside[1] and ins[1].given)
-            inner = path + scopes(eqn.source_info.name_stack)
+            inner = asked.path + scopes(eqn.source_info.name_stack)
             reduces_low = self.setting.communication(inner).reduce == "compute"
             mixing = Mixing(given, exact_tangents=bool(decision.magnified), low_gradients=reduces_low)
             step = step._replace(reads=tuple(reads), operation=self._mixed(mixing))
-        if isinstance(decision.found.rule, Replacement):  # JAX would differentiate one with a float32 result in float32
-            return self._replaced(decision.found.rule, step)
-        if has_mixed(eqn.primitive) and (wide or decision.magnified):
+        if isinstance(decision.found.rule, ReplacingRule) and not decision.magnified:
+            chosen = decision.found.rule.at(self._site(eqn, decision, ins, step, asked))
+            if isinstance(chosen, Replacement):  # JAX would differentiate one with a float32 result in float32
+                return self._replaced(chosen, step)
+            step = step._replace(reason=Reason(Why.NOT_REPLACED, chosen))
+        if has_mixed(eqn.primitive) and (asked.wanted[0] is not Want.LOW or decision.magnified):
             step = self._widened(eqn, step)
         return step
+
+    def _site(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, asked: "_Asked") -> Site:
+        """What a rule may ask of the place where it gives a matmul another body."""
+        parameters = [
+            _is_parameter(v, a) and r == v.format for v, a, r in zip(ins, eqn.invars, step.reads, strict=True)
+        ]
+        given = [own and v.given for own, v in zip(parameters, ins, strict=True)]
+        is_first = all(v.sensitivity is FREE for v in ins[:2])
+        is_scoped = isinstance(decision.found.key, str | tuple)
+        return Site(eqn, _two(parameters), _two(given), is_first, asked.is_last, is_scoped)
 
     def _widened(self, eqn: Any, step: Step) -> Step:
         format_ = self.formats.of_aval(eqn.outvars[0].aval)
@@ -331,31 +343,29 @@ class Planner:
         def operation(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
             return apply_replacement(rule, self.formats.compute_dtype, eqn, operands, params)
 
-        return step._replace(operation=operation, format=rule.format)
+        return step._replace(operation=operation, replaced=True, format=rule.format)
 
     def _by_users_rule(self, decision: Decision) -> Operation:
         rule, dtype = decision.found.rule, self.formats.compute_dtype
         return lambda eqn, operands, params: apply_rule(rule, dtype, eqn, operands)
 
-    def _step_into(
-        self, eqn: Any, decision: Decision, ins: list[Value], wanted: list[Want], returned: list[bool], path: Path
-    ) -> Step:
+    def _step_into(self, eqn: Any, decision: Decision, ins: list[Value], asked: "_Asked") -> Step:
         """The step of a higher-order equation, with the plans of its bodies."""
         assert decision.entry is not None
-        entry, inner = decision.entry, path + scopes(eqn.source_info.name_stack)
+        entry, inner = decision.entry, asked.path + scopes(eqn.source_info.name_stack)
         reads = [v.format for v in ins]
         carried = {}
         for operand, result in entry.carries:
             carried[result] = self.classifier.value(decision.outs[result], eqn.invars[operand].aval)
             reads[operand] = carried[result].format
-        wanted = _wanted_results(entry, decision.outs, wanted)
+        wanted = _wanted_results(entry, decision.outs, asked.wanted)
         plain_call = traits_of(eqn.primitive).plain_call
         plans = []
         for body, sensitivities in zip(entry.bodies, decision.bodies, strict=True):
             given = [plain_call and v.given for v in ins]
             values = [Value(s, reads[i], given[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
             outs_wanted = [wanted[r] for r in body.results] or [Want.WIDE] * len(open_jaxpr(body.jaxpr).outvars)
-            through = [returned[r] for r in body.results] if plain_call else ()
+            through = [asked.returned[r] for r in body.results] if plain_call else ()
             magnified = results_of(body, decision.magnified)
             plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through, magnified))
         outs = []
@@ -382,6 +392,20 @@ class Planner:
             or (entry.lazy and not inert)
         )
         return Step(Mode.ENTER, tuple(reads), tuple(outs), None, decision.reason, found, touched, entry, tuple(plans))
+
+
+class _Asked(NamedTuple):
+    """What is asked of the results of an equation."""
+
+    wanted: list[Want]
+    returned: list[bool]  # which are results of the user's function
+    is_last: bool  # nothing low depends on them
+    path: Path  # the scopes around the jaxpr
+
+
+def _two(flags: Sequence[bool]) -> tuple[bool, bool]:
+    """The flags of the first two operands, for a primitive of one operand too."""
+    return (*flags, False, False)[0], (*flags, False, False)[1]
 
 
 def pass_operands(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:

@@ -27,6 +27,7 @@ class Why(enum.Enum):
     READ_ONLY_BY = enum.auto()  # the names of the primitives that read it; none: it is a float32 result
     READ_BY_SOLVE = enum.auto()  # what decided before
     FOLDED = enum.auto()  # into the matmul before it
+    NOT_REPLACED = enum.auto()  # why the body that a rule has for it is not used here, in words
     BY_PASS = enum.auto()  # what an optimisation did with it, in words
 
     # it can't be lowered, or there is nothing to lower

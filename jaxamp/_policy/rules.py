@@ -106,19 +106,47 @@ def use_precision(dtype: Any) -> Rule:
     return use_given_precision
 
 
-@dataclasses.dataclass(frozen=True)
-class Replacement:
-    """A rule that runs an operation low, with another body than its own. See `use_replacement`."""
+class Site(NamedTuple):
+    """A place in a program where a rule may give a matmul another body."""
 
-    body: Callable[..., Any]
-    name: str
-    format: str
+    eqn: Any
+    parameters: tuple[bool, bool]  # which operands are float32 parameters
+    given: tuple[bool, bool]  # which of them stay in memory in any case
+    is_first: bool  # it reads arguments alone, and no results of other matmuls
+    is_last: bool  # no other matmul depends on it
+    is_scoped: bool  # the rule is that of a scope
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it is a batch of matmuls."""
+        numbers = self.eqn.params.get("dimension_numbers")
+        return isinstance(numbers, tuple) and len(numbers) == 2 and bool(numbers[1][0])
+
+
+class ReplacingRule:
+    """A rule that may give an operation another body. Without, the operation runs in the compute dtype."""
 
     def __call__(
         self, compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """What the operation would read if it had its own body."""
         return use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params)
+
+    def at(self, site: Site) -> "Replacement | str":
+        """The body at one place of a program, or why there is none, for reports."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement(ReplacingRule):
+    """A rule that runs an operation low, with another body than its own. See `use_replacement`."""
+
+    body: Callable[..., Any]
+    name: str
+    format: str
+
+    def at(self, site: Site) -> "Replacement | str":
+        return self
 
 
 def use_replacement(body: Callable[..., Any], *, name: str | None = None, format: str | None = None) -> Rule:
@@ -156,7 +184,8 @@ def use_replacement(body: Callable[..., Any], *, name: str | None = None, format
 
 def name_of_rule(rule: Any) -> str:
     """What reports call a rule."""
-    return rule.name if isinstance(rule, Replacement) else getattr(rule, "__name__", type(rule).__name__)
+    name = "name" if isinstance(rule, ReplacingRule) else "__name__"
+    return str(getattr(rule, name, type(rule).__name__))
 
 
 class ByTarget(NamedTuple):

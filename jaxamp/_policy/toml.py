@@ -13,6 +13,10 @@ head = "float32"                 # scope = word
 "*/attention/*" = "infer"
 "eqx.nn.Linear" = { add = "float32" }   # scope = { primitive = word }
 
+[quantized]                      # what the word "quantized" means: the arguments of `jaxamp.use_formats`
+operands = "e4m3"
+gradients = "e5m2"
+
 [communication]                  # between devices
 gather = "compute"               # parameters that only matmuls read: compute or float32
 reduce = "float32"               # gradients of parameters: float32, compute or wire
@@ -35,9 +39,11 @@ from .._errors import nearest
 from .._traits import declared
 from .communication import COMMUNICATION, FIELDS, Communication
 from .lookup import PINS, Key, Policy
+from .quantization import FIELDS as QUANTIZED
+from .quantization import Quantization, quantization
 from .rules import WORDS, ByTarget, Rule, use_original_precision
 
-_SECTIONS = ("rules", "scopes", "communication", "extends")
+_SECTIONS = ("rules", "scopes", "quantized", "communication", "extends")
 _TARGETS = ("float16", "bfloat16")
 _LONGEST_CHAIN = 50  # of tables that extend one another
 
@@ -73,6 +79,7 @@ class _Table(NamedTuple):
     name: str
     text: str
     chain: tuple[Path, ...]  # the tables that extend one another, this one last
+    words: Mapping[str, Rule] = MappingProxyType(WORDS)  # the rules by their names
 
     @property
     def folder(self) -> Path:
@@ -110,9 +117,9 @@ def _primitive(table: _Table, name: Any) -> Primitive | None:
 
 
 def _rule(table: _Table, word: Any) -> Rule:
-    if not isinstance(word, str) or word not in WORDS:
-        table.fail(str(word), "a rule's name: " + ", ".join(sorted(WORDS)), nearest(str(word), WORDS))
-    return WORDS[word]
+    if not isinstance(word, str) or word not in table.words:
+        table.fail(str(word), "a rule's name: " + ", ".join(sorted(table.words)), nearest(str(word), table.words))
+    return table.words[word]
 
 
 def _assignments(table: _Table, section: Mapping[str, Any]) -> dict[Primitive, Rule]:
@@ -155,9 +162,11 @@ def _parse(table: _Table) -> dict[Key, Any]:
     data = _parse_toml(table.name, table.text)
     for section in data:
         if section not in ("description", *_SECTIONS):
-            expected = "extends, description, [rules], [scopes] or [communication]"
+            expected = "extends, description, [rules], [scopes], [quantized] or [communication]"
             table.fail(section, expected, nearest(section, _SECTIONS))
     policy: dict[Key, Any] = dict(_base(table, data["extends"])) if "extends" in data else dict(PINS)
+    policy, quantized = _with_quantization(table, data, policy)
+    table = table._replace(words={**WORDS, "quantized": quantized})
     rules = dict(_section(table, data, "rules", "rules"))
     by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
     rules = {word: names for word, names in rules.items() if word not in _TARGETS}
@@ -176,6 +185,26 @@ def _parse(table: _Table) -> dict[Key, Any]:
             if scoped is not None:
                 policy[scope, scoped] = rule
     return policy | _communication(table, data, policy.get(COMMUNICATION, Communication()))
+
+
+def _with_quantization(
+    table: _Table, data: Mapping[str, Any], policy: dict[Key, Any]
+) -> tuple[dict[Key, Any], Quantization]:
+    """The policy with its quantising rules changed as a table says, and what the word `quantized` means in it."""
+    words = _section(table, data, "quantized", "quantized")
+    for name in words:
+        if name not in QUANTIZED:
+            table.fail(name, "one of " + ", ".join(QUANTIZED), nearest(name, QUANTIZED))
+
+    def changed(before: Quantization | None) -> Quantization:
+        try:
+            return quantization(words, "[quantized]", before)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{table.name}: {error}") from None
+
+    old = {key: rule for key, rule in policy.items() if isinstance(rule, Quantization)}
+    rule = changed(next(iter(old.values()), None))
+    return policy | {key: changed(before) for key, before in old.items()}, rule
 
 
 def _communication(table: _Table, data: Mapping[str, Any], before: Communication) -> dict[Key, Communication]:

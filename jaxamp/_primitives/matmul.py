@@ -74,6 +74,14 @@ def mixed(
     return bind_primitive(_MIXED[base], *operands, compute_dtype=compute_dtype, mixing=mixing, **params)
 
 
+def order_when_swapped(eqn: Any) -> tuple[int, ...]:
+    """Where the axes of a `dot_general` are found in its result once the operands are swapped."""
+    (left, _), (batch, _) = eqn.params["dimension_numbers"]
+    rank, before = eqn.outvars[0].aval.ndim, len(batch)
+    after = before + eqn.invars[0].aval.ndim - len(left) - before
+    return (*range(before), *range(after, rank), *range(before, after))
+
+
 def _low(x: Any, dtype: np.dtype) -> Any:
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 

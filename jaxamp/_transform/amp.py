@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .. import _passes
@@ -121,7 +120,7 @@ def amp(
 def amp(
     fn: Any = None,
     *,
-    compute_dtype: Any = jnp.float16,
+    compute_dtype: Any = "auto",
     amp_policy: PolicyLike = "default",
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),
@@ -137,8 +136,11 @@ def amp(
         fn: The function: any JAX code, with any pytrees as arguments and results. Leaves that are not arrays (Python
             numbers, strings, functions) are constants of the trace. Flax NNX objects are updated in place.
         compute_dtype: The low precision dtype, `float16` or `bfloat16`; `float32` leaves the function as it is.
+            `"auto"`: `bfloat16` if the policy quantises, as `fp8` does, and else `float16`. A number format, as
+            `"e2m1"` or `jaxamp.format(...)`: all matmuls in that format, as `jaxamp.use_formats` says, and the rest in
+            `bfloat16`.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
-            `torch`), or the path of a TOML table.
+            `fp8`, `torch`), or the path of a TOML table.
         keep: What is kept for the backward pass. `"auto"`: the results of matmuls, and what goes from one layer to the
             next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.

@@ -8,9 +8,13 @@ import numpy as np
 
 from .. import _passes
 from .._errors import nearest
+from .._formats import is_float_dtype
+from .._number_formats.names import format as number_format
+from .._number_formats.number_format import NumberFormat
 from .._plan.residuals import Keep
 from .._policy.load import load_policy
 from .._policy.lookup import Lookup, Policy
+from .._policy.quantization import in_format, quantizes
 
 PolicyLike = Policy | str | Any  # Any: os.PathLike
 
@@ -33,22 +37,39 @@ def check_options(
     compute_dtype: Any, amp_policy: PolicyLike, keep: Keep = "auto", disable_passes: Sequence[str] = ()
 ) -> Options:
     """The options of `amp`, or an error that says what to write instead."""
-    try:
-        dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)  # numpy takes None for float64
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise TypeError(
-            f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits. "
-            "Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
-        )
+    policy = load_policy(amp_policy)
+    dtype, format_ = _check_dtype(compute_dtype, policy)
+    if format_ is not None:
+        policy = in_format(policy, format_)
     if not isinstance(keep, str) or keep not in get_args(Keep):
         raise ValueError(
             f"keep is {keep!r}; expected one of {', '.join(map(repr, get_args(Keep)))}. Write keep='matmuls' to keep "
             "little for the backward pass, or leave it out."
         )
-    policy = load_policy(amp_policy)
     return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes))
+
+
+def _check_dtype(compute_dtype: Any, policy: Policy) -> tuple[np.dtype, NumberFormat | None]:
+    """The compute dtype, and the format that matmuls are to run in, if one was given in its place."""
+    if isinstance(compute_dtype, str) and compute_dtype == "auto":
+        return np.dtype(jnp.bfloat16 if quantizes(policy) else jnp.float16), None
+    try:
+        dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)  # numpy takes None for float64
+    except TypeError:
+        dtype = None
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2:
+        return dtype, None
+    is_format = isinstance(compute_dtype, str | NumberFormat) or (dtype is not None and is_float_dtype(dtype))
+    if is_format:
+        try:
+            return np.dtype(jnp.bfloat16), number_format(compute_dtype)
+        except (TypeError, ValueError) as error:
+            reason = " " + str(error).removeprefix("jaxamp.format: ")
+    else:
+        reason = " Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
+    raise TypeError(
+        f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits, or a number format.{reason}"
+    )
 
 
 def pass_names() -> list[str]:

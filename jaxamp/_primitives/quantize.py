@@ -1,0 +1,190 @@
+"""Rounding to a number format of few bits, with a scale.
+
+    q = format(x / scale),        scale = largest |x| / largest number of the format
+
+`scale` is a primitive because of `vmap`: a batch has one scale, as the matmul of the whole batch wants it. `quantize`
+is one because of its derivative: a quantised value is there to be multiplied, and the matmul is given the value before
+rounding too, to differentiate by (`quantized_matmul.py`). The tangent of a quantised value only tells that there is
+one.
+
+Where JAX has a dtype for the format, the result has that dtype, a byte for each entry. Others are emulated: the numbers
+of the format, held in the compute dtype, or in float32 if that can't hold them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir, xla
+
+from .._compat import Primitive
+from .._number_formats.number_format import KNOWN, NumberFormat
+from .._number_formats.quantize import quantize as emulated
+from .._traits import Traits, declare
+
+LARGEST = Primitive("largest")
+SCALE = Primitive("scale")
+CHECKSUM = Primitive("checksum")
+QUANTIZE = Primitive("quantize")
+ONCE = Primitive("once")  # a quantised value, in a derivative: it can't be differentiated again
+
+_NATIVE = {  # where matmuls of them need no emulation on some hardware
+    KNOWN["e4m3"]: jnp.dtype(jnp.float8_e4m3fn),
+    KNOWN["e5m2"]: jnp.dtype(jnp.float8_e5m2),
+    KNOWN["e4m3fnuz"]: jnp.dtype(jnp.float8_e4m3fnuz),
+    KNOWN["e5m2fnuz"]: jnp.dtype(jnp.float8_e5m2fnuz),
+}
+
+EIGHT_BITS = {dtype: format for format, dtype in _NATIVE.items()}
+
+# Bits of a scale. The product of two scales then has at most eight, so that each 16-bit float can hold it.
+_SCALE_BITS = 4
+
+
+class Quantized(NamedTuple):
+    """Numbers of a format, and the float32 that they are to be multiplied by."""
+
+    q: Any
+    scale: Any
+
+
+def dtype_of(format: NumberFormat, compute_dtype: np.dtype) -> np.dtype:
+    """The dtype of arrays that hold numbers of a format."""
+    if format in _NATIVE:
+        return _NATIVE[format]
+    info = jnp.finfo(compute_dtype)
+    in_range = format.smallest_subnormal >= info.smallest_subnormal and format.max <= info.max
+    fits = info.nexp == 8 if format.is_scaled else in_range
+    exact = format.scale in ("none", "e8m0") and format.mantissa <= info.nmant
+    return compute_dtype if fits and exact else np.dtype(np.float32)
+
+
+def scale_of(x: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
+    """The scale for an array, from its largest number."""
+    return SCALE.bind(x, format=format, powers_of_two=powers_of_two)
+
+
+def scale_for(largest: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
+    """The scale for values up to `largest`, rounded up to a few bits. It is finite and not zero for any `largest`."""
+    factor = np.nextafter(
+        np.float32(1 / format.max), np.float32(0)
+    )  # below, so that exact scales stay so
+    scale = lax.max(largest * factor, np.float32(jnp.finfo(np.float32).tiny))
+    dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
+    bits = lax.bitcast_convert_type(scale, np.uint32) + np.uint32((1 << int(dropped)) - 1)
+    rounded = lax.bitcast_convert_type((bits >> dropped) << dropped, np.float32)
+    return lax.select(largest > 0, rounded, jnp.ones_like(rounded))
+
+
+def quantize(x: Any, scale: Any, format: NumberFormat, compute_dtype: np.dtype, axis: int) -> Quantized:
+    """`x` in a format. `axis`: along which blocks share a scale, if the format has blocks.
+
+    Stochastic rounding draws from a number that the array itself makes, so that a run can be repeated.
+    """
+    seed = [CHECKSUM.bind(x)] if format.rounding == "stochastic" else []
+    dtype, axis = dtype_of(format, compute_dtype), 0 if format.block == "tensor" else axis
+    return Quantized(QUANTIZE.bind(x, scale, *seed, format=format, dtype=dtype, axis=axis), scale)
+
+
+def dequantized(quantized: Quantized, dtype: np.dtype) -> Any:
+    """The values that a quantised array stands for, in a dtype."""
+    return lax.convert_element_type(quantized.q, dtype) * lax.convert_element_type(quantized.scale, dtype)
+
+
+def refuse_second_derivative() -> NoReturn:
+    raise TypeError(
+        "A matmul in a format of few bits is differentiated twice; its second derivative is not defined. Give the "
+        "scope around it the rule 'compute', or write amp_policy='default'."
+    )
+
+
+def _find_largest(x: Any) -> Any:
+    """Of the numbers that are finite: one that is not must not take the scale of all others with it."""
+    size = lax.abs(x)
+    largest = jnp.max(lax.select(lax.is_finite(x), size, jnp.zeros_like(size)), initial=0)
+    return lax.convert_element_type(largest, np.float32)
+
+
+def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool) -> Any:
+    return scale_for(_find_largest(x), format, powers_of_two)
+
+
+def _add_bits(x: Any) -> Any:
+    """The sum of the bits of all entries, as integers: the same in each order of adding, so on any devices."""
+    bits = lax.bitcast_convert_type(lax.convert_element_type(x, np.float32), np.uint32)
+    return jnp.sum(bits, dtype=np.uint32)
+
+
+def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dtype, axis: int) -> Any:
+    """Saturates what is finite. The rest stays so, for a loss scaler to see: NaN where the format has no infinity."""
+    wide = lax.convert_element_type(x, np.float32)
+    scaled = wide if format.is_scaled else wide * (1 / scale)
+    if format in _NATIVE:
+        limit = np.float32(format.max)
+        return lax.convert_element_type(lax.select(lax.is_finite(wide), lax.clamp(-limit, scaled, limit), wide), dtype)
+    rounded = emulated(scaled, format, key=seed[0] if seed else None, axis=axis)
+    return lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype)
+
+
+def _abstract(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The type of a function's result, sharding and mesh axes included, from a trace of it."""
+
+    @functools.lru_cache(1024)
+    def traced(avals: Any, params: Any) -> Any:
+        return jax.make_jaxpr(functools.partial(fun, **dict(params)))(*avals).out_avals[0]
+
+    return lambda *avals, **params: traced(avals, tuple(params.items()))
+
+
+def _jvp_of_number(own: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    out = own.bind(*primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _jvp_of_quantize(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = QUANTIZE.bind(*primals, **params)
+    if type(tangents[0]) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, lax.convert_element_type(tangents[0], out.dtype)
+
+
+def _jvp_of_once(primals: Any, tangents: Any) -> Any:
+    if type(tangents[0]) is not ad.Zero:
+        refuse_second_derivative()
+    return ONCE.bind(*primals), tangents[0]
+
+
+def _batch_number(own: Primitive, operands: Any, dims: Any, **params: Any) -> Any:
+    return own.bind(*operands, **params), None
+
+
+def _batch_quantize(operands: Any, dims: Any, *, axis: int, **params: Any) -> Any:
+    check_scales(*dims[1:])
+    return QUANTIZE.bind(*operands, axis=axis + (dims[0] <= axis), **params), dims[0]
+
+
+def check_scales(*dims: Any) -> None:
+    """Refuse a batch of scales."""
+    if any(dim is not None for dim in dims):
+        raise NotImplementedError("a batch of scales; expected one scale for a batch. Leave scales out of the vmap.")
+
+
+def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], batch: Callable[..., Any]) -> None:
+    own.def_impl(functools.partial(xla.apply_primitive, own))
+    own.def_abstract_eval(_abstract(fun))
+    mlir.register_lowering(own, mlir.lower_fun(fun, multiple_results=False))
+    ad.primitive_jvps[own] = jvp
+    batching.primitive_batchers[own] = batch
+
+
+for _own, _fun in ((LARGEST, _find_largest), (SCALE, _find_scale), (CHECKSUM, _add_bits)):
+    _define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
+    declare(_own, Traits(reduces=True, kept=lambda *avals, **params: True, fixed_dtype=True))
+_define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)
+_define(ONCE, lambda x: x, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
+declare(ONCE, Traits(cheap=True, passes_on=True, plain_params=True, fixed_dtype=True))
+declare(QUANTIZE, Traits(cheap=True, plain_params=True, fixed_dtype=True))
