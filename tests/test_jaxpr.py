@@ -194,9 +194,9 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
     _jaxpr._jitted.cache_clear()
     seen, kept = [], _jaxpr._jitted
 
-    def spy(primitive, params):
-        seen.append((primitive, params))
-        return kept(primitive, params)
+    def spy(*operations):
+        seen.extend(operations)
+        return kept(*operations)
 
     def fn(w, x):
         x = x.at[0].add(1.0)[jnp.array([1, 0])]

@@ -82,6 +82,7 @@ class Plan(NamedTuple):
     returned: tuple[bool, ...] = ()  # which results are results of the user's function; empty: none
     magnified: tuple[bool, ...] = ()  # which results a decomposition or a solve reads; empty: none
     wanted: tuple[int, ...] = ()  # how its results are wanted: a `Want` each
+    kinds: Sequence[int] = ()  # of its equations: a step that several equations of a kind have does the same for all
 
     @property
     def eqns(self) -> Sequence[Any]:
