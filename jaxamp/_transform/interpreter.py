@@ -112,18 +112,19 @@ class Interpreter:
         `own`: the operands that are not literals.
         """
         eqn, step, types = plan.eqns[i], plan.steps[i], [x.aval for x in own]
+        key = plan.kinds[i], id(step), id(eqn.ctx), tuple(map(id, types))
+        found = self._steps.get(key)
+        if found is not None:
+            return found.jaxpr
 
         def run(*own: Any) -> Sequence[Any]:
             it, pairs = iter(own), zip(operands, eqn.invars, strict=True)
             return self._operate(plan, i, [x if isinstance(atom, Literal) else next(it) for x, atom in pairs])
 
-        key = plan.kinds[i], id(step), id(eqn.ctx), tuple(map(id, types))
-        found = self._steps.get(key)
-        if found is None:
-            jaxpr = jax.make_jaxpr(run)(*types)
-            plain = not consts_of(jaxpr) and not open_jaxpr(jaxpr).effects
-            found = self._steps[key] = _Written(jaxpr if plain else None, (step, eqn.ctx, types))
-        return found.jaxpr
+        jaxpr = jax.make_jaxpr(run)(*types)
+        plain = not consts_of(jaxpr) and not open_jaxpr(jaxpr).effects
+        self._steps[key] = _Written(jaxpr if plain else None, (step, eqn.ctx, types))
+        return self._steps[key].jaxpr
 
     def _operate(self, plan: Plan, i: int, operands: Sequence[Any]) -> Sequence[Any]:
         eqn, step = plan.eqns[i], plan.steps[i]
