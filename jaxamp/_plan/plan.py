@@ -17,7 +17,7 @@ from .reasons import Reason
 from .residuals import Keep
 from .sensitivity import Value
 
-# (equation, operands, bind parameters) -> results
+# (equation, operands, bind parameters) -> results. It runs once for all equations of a kind that share a step.
 Operation = Callable[[Any, Sequence[Any], dict[str, Any]], Sequence[Any]]
 
 
