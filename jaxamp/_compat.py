@@ -20,6 +20,7 @@ Literal = jec.Literal
 Primitive = jec.Primitive
 Var = jec.Var
 
+current_place = source_info_util.current  # the source line and the scopes that an equation gets
 current_name_stack = source_info_util.current_name_stack
 user_context = source_info_util.user_context
 
@@ -57,6 +58,61 @@ def own_lines() -> Iterator[None]:
         yield
     finally:
         private._source_info_context.context = around
+
+
+@functools.cache
+def _private_modules() -> tuple[Any, Any]:
+    from jax._src import core
+    from jax._src.interpreters import partial_eval
+
+    return core, partial_eval
+
+
+class Stage:
+    """Writes equations into the jaxpr that is being traced, as `jax.jit(..., inline=True)` does.
+
+    To bind their primitives would give the same, slower: it finds out again what an equation says already. Private in
+    0.10 to 0.12.
+    """
+
+    def __init__(self, trace: Any):
+        self._trace = trace
+
+    @classmethod
+    def current(cls) -> "Stage | None":
+        """The jaxpr that is being traced; None if `grad`, `vmap` or the like is at work, or nothing is traced."""
+        core, private = _private_modules()
+        trace = core.trace_ctx.trace
+        is_plain = type(trace) is private.DynamicJaxprTrace and not trace.requires_low
+        return cls(trace) if is_plain else None
+
+    def owns(self, x: Any) -> bool:
+        """Whether it is a value in this jaxpr."""
+        return type(x) is partial_eval.DynamicJaxprTracer and x._trace is self._trace
+
+    def takes(self, eqn: Any, operands: Sequence[Any]) -> bool:
+        """Whether binding the primitive of an equation, which has no body, to operands gives this very equation."""
+        folds = eqn.primitive in _private_modules()[1].const_fold_rules
+        if folds or eqn.effects or eqn.source_info.traceback is None:
+            return False
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            if not isinstance(atom, Literal) and not (self.owns(x) and (x.aval is atom.aval or x.aval == atom.aval)):
+                return False
+        return True
+
+    def write(self, eqn: Any, operands: Sequence[Any], place: Any) -> list[Any]:
+        """The results of an equation that it `takes`, under the source line and the scopes `place`."""
+        ins = [
+            partial_eval.DynamicJaxprTracer(self._trace, atom.aval, atom, place) if isinstance(atom, Literal) else x
+            for atom, x in zip(eqn.invars, operands, strict=True)
+        ]
+        outs = [v.aval for v in eqn.outvars]
+        return self._trace.emit_eqn(ins, outs, eqn.primitive, eqn.params, eqn.effects, place, eqn.ctx)
+
+    def inline(self, closed: Jaxpr, operands: Sequence[Any], place: Any) -> list[Any]:
+        """The results of a closed jaxpr without constants, under the source line and the scopes `place`."""
+        inline = _private_modules()[1].inline_jaxpr_into_trace
+        return inline(self._trace, place, open_jaxpr(closed), (), *operands)
 
 
 def scopes(name_stack: Any) -> tuple[str, ...]:

@@ -32,16 +32,12 @@ class Formats:
     def __init__(self, compute_dtype: np.dtype):
         self.low = Format(compute_dtype, low=True)
         self.narrows = compute_dtype.itemsize < 4  # else nothing is low
+        self.is_narrow = bool(jnp.finfo(compute_dtype).maxexp < 64)  # whether its range is far smaller than float32's
         self._known: dict[np.dtype, Format] = {compute_dtype: self.low}
 
     @property
     def compute_dtype(self) -> np.dtype:
         return self.low.dtype
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the compute dtype's range is far smaller than float32's."""
-        return bool(jnp.finfo(self.low.dtype).maxexp < 64)
 
     def of(self, dtype: np.dtype | None) -> Format | None:
         """The format of an array of floats of this dtype; None for None."""

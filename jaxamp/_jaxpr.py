@@ -8,17 +8,19 @@ those of the bare primitive. `jit` tells apart what a trace depends on: equation
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jec
+import numpy as np
 
 from ._compat import (
     EARLY_INLINE,
     Jaxpr,
     Literal,
     Primitive,
+    Stage,
     Var,
     consts_of,
     current_name_stack,
@@ -39,16 +41,21 @@ _CACHED_BINDS = 4096
 def bind_primitive(primitive: Primitive, /, *operands: Any, **params: Any) -> Any:
     """What `primitive.bind` does, faster under a transform."""
     if traits_of(primitive).plain_params and any(map(is_transformed, operands)):
-        return _jitted(primitive, tuple(params.items()))(*operands)  # JAX wants parameters that can be hashed
+        return _jitted((primitive, tuple(params.items())))(*operands)  # JAX wants parameters that can be hashed
     return primitive.bind(*operands, **params)
 
 
 @functools.lru_cache(_CACHED_BINDS)
-def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    def bound(*operands: Any) -> Any:
-        return primitive.bind(*operands, **dict(params))
+def _jitted(*operations: tuple[Primitive, tuple[tuple[str, Any], ...]]) -> Callable[..., Any]:
+    """A primitive with its parameters, and others that take its result one after the other."""
 
-    bound.__name__ = primitive.name
+    def bound(*operands: Any) -> Any:
+        for primitive, params in operations:
+            out = primitive.bind(*operands, **dict(params))
+            operands = (out,)
+        return out
+
+    bound.__name__ = operations[0][0].name
     return jax.jit(bound, inline=EARLY_INLINE)
 
 
@@ -59,29 +66,76 @@ def bind(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def _bind_all(eqns: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Bind an equation and those that pass its result on, together."""
+    if len(eqns) == 1 or not any(map(is_transformed, operands)):
+        for eqn in eqns:
+            operands = bind(eqn, operands)
+        return list(operands)
+    return [_jitted(*((eqn.primitive, tuple(eqn.params.items())) for eqn in eqns))(*operands)]
+
+
 # -- evaluating
 
 
 def evaluate(
-    jaxpr: Jaxpr, operands: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]] = bind
+    jaxpr: Jaxpr, operands: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]] | None = None
 ) -> list[Any]:
-    """Run a jaxpr: `apply(eqn, operands)` gives the results of each equation.
+    """Run a jaxpr: `apply(eqn, operands)` gives the results of each equation; None: they are bound as they are.
 
     Equations run under the user's source line, name stack and equation context. A value is dropped after its last use.
     """
     body, outer = open_jaxpr(jaxpr), current_name_stack()
     env = dict(zip((*body.constvars, *body.invars), (*consts_of(jaxpr), *operands), strict=True))
+    stage = Stage.current() if apply is None else None
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
-    for eqn, dead in zip(body.eqns, _last_uses(body), strict=True):
+    for eqns, dead in _runs(body, together=apply is None and stage is None):
+        eqn, ins = eqns[0], [read(v) for v in eqns[0].invars]
         info = eqn.source_info
-        with user_context(info.traceback, name_stack=outer + info.name_stack), eqn.ctx.manager:
-            env.update(zip(eqn.outvars, apply(eqn, [read(v) for v in eqn.invars]), strict=True))
+        info = info.replace(name_stack=outer + info.name_stack) if outer.stack else info
+        if stage is not None and traits_of(eqn.primitive).plain_params and stage.takes(eqn, ins):
+            outs: Sequence[Any] = stage.write(eqn, ins, info)
+        else:
+            with user_context(info.traceback, name_stack=info.name_stack), eqn.ctx.manager:
+                outs = _bind_all(eqns, ins) if apply is None else apply(eqn, ins)
+        env.update(zip(eqns[-1].outvars, outs, strict=True))
         for var in dead:
             env.pop(var, None)
     return [read(v) for v in body.outvars]
+
+
+def _runs(body: Jaxpr, together: bool) -> Iterator[tuple[list[Any], list[Var]]]:
+    """The equations of an open jaxpr, each alone, and the variables that nothing reads after it.
+
+    `together`: with the equations of the same source line that pass its result on, if nothing else reads that.
+    """
+    run: list[Any] = []
+    dead: list[Var] = []
+    for eqn, last in zip(body.eqns, _last_uses(body), strict=True):
+        if run and not (together and _passes_on(eqn, run[-1], last)):
+            yield run, dead
+            run, dead = [], []
+        run.append(eqn)
+        dead += last
+    if run:
+        yield run, dead
+
+
+def _passes_on(eqn: Any, before: Any, last: Sequence[Var]) -> bool:
+    """Whether all that an equation does is to pass the result of the one before it on."""
+    here, there = eqn.source_info, before.source_info
+    return (
+        len(eqn.invars) == len(before.outvars) == 1
+        and eqn.invars[0] is before.outvars[0]
+        and eqn.invars[0] in last
+        and traits_of(eqn.primitive).passes_on
+        and traits_of(eqn.primitive).plain_params
+        and traits_of(before.primitive).plain_params
+        and (eqn.ctx, here.traceback, here.name_stack) == (before.ctx, there.traceback, there.name_stack)
+    )
 
 
 def _last_uses(body: Jaxpr) -> list[list[Var]]:
@@ -127,20 +181,41 @@ def along(fun: Callable[..., Any], operands: Sequence[Any], which: Sequence[int]
 # -- remembering
 
 
-def signature(eqn: Any) -> Hashable | None:
-    """Equal for equations that do the same with operands of the same types and the same constants; None if unknown.
+class Kinds:
+    """Numbers for equations, equal for those that do the same with operands of the same types and the same constants.
 
-    It holds while the equations are alive: JAX makes a type once for all equations of a kind, so its identity will do.
+    The memory lasts for one trace. It holds the equations, so that identities will do: JAX makes a type once for all
+    equations of a kind, and a body once for all calls.
     """
-    if not traits_of(eqn.primitive).plain_params:
-        return None
-    ins = tuple([(id(v.aval), v.val) if isinstance(v, Literal) else id(v.aval) for v in eqn.invars])
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._known = Memo()
+
+    def of(self, jaxpr: Jaxpr) -> list[int]:
+        """The number of each equation of a jaxpr."""
+        return self._known.get(jaxpr, None, lambda: [self._number(eqn) for eqn in open_jaxpr(jaxpr).eqns])
+
+    def _number(self, eqn: Any) -> int:
+        return self._numbers.setdefault(_signature(eqn), len(self._numbers))
+
+
+def _signature(eqn: Any) -> Hashable:
+    """Equal for equations of a kind; that of an equation that may be like no other is itself."""
+    traits = traits_of(eqn.primitive)
+    if not (traits.plain_params or traits.plain_call):
+        return id(eqn)
+    ins = tuple([(id(v.aval), _bytes(v.val)) if isinstance(v, Literal) else id(v.aval) for v in eqn.invars])
     found = eqn.primitive, ins, tuple([id(v.aval) for v in eqn.outvars]), tuple(eqn.params.values())
     try:
         hash(found)
     except TypeError:
-        return None
+        return id(eqn)
     return found
+
+
+def _bytes(number: Any) -> bytes:
+    return np.asarray(number).tobytes()
 
 
 class Memo:

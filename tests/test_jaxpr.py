@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxamp import _jaxpr
+from jaxamp._compat import Stage
+from jaxamp._jaxpr import Kinds
 from jaxamp._traits import Traits, traits_of
 
 
@@ -80,6 +82,64 @@ def test_a_jaxpr_that_is_traced_is_bound_as_it_was(monkeypatch):
     monkeypatch.setattr(_jaxpr, "_jitted", None)  # not asked for
     jax.make_jaxpr(AMP(mlp))(W, W)
     AMP(mlp)(W, W)
+
+
+# -- equations that are written as they are
+
+
+def layers(w, x):
+    for i in range(3):
+        with jax.named_scope(f"layer{i % 2}"), set_xla_metadata(number=i):
+            x = jnp.tanh(x @ w + w[0]) * 1.5
+        x = jnp.where(x > 0, x, 0.1 * x) - jnp.mean(x)
+    return jax.nn.relu(x) @ w
+
+
+def in_full(fn, *args):
+    return jax.make_jaxpr(fn)(*args).pretty_print(source_info=True, name_stack=True)
+
+
+@pytest.mark.parametrize("keep", ["auto", "all"])
+@pytest.mark.parametrize("fn", [layers, mlp, lambda w, x: jnp.sin(x) * 2.0 + w])
+def test_equations_that_are_written_are_those_that_are_bound(fn, keep, monkeypatch):
+    def jaxprs():
+        forward, grad = AMP(fn, keep=keep), jax.grad(lambda w, x: AMP(fn, keep=keep)(w, x).sum())
+        mapped = TRANSFORMS["vmap"](lambda w, x: forward(w, x[None] * w))
+        return [in_full(run, W, W) for run in (forward, jax.jit(forward), grad, mapped)]
+
+    found = jaxprs()
+    written = []
+    emit = Stage.write
+    monkeypatch.setattr(Stage, "write", lambda *args: written.append(1) or emit(*args))
+    assert jaxprs() == found
+    assert written
+    monkeypatch.setattr(Stage, "current", lambda: None)
+    assert jaxprs() == found
+
+
+def test_an_equation_on_operands_of_other_types_is_bound():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.tanh(x) * x)(1.0)
+    assert jaxpr.out_avals[0].weak_type
+    of_arrays = jax.make_jaxpr(lambda x: _jaxpr.evaluate(jaxpr, [x]))
+    assert of_arrays(1.0).out_avals[0].weak_type
+    assert not of_arrays(jnp.float32(1.0)).out_avals[0].weak_type
+    assert str(of_arrays(jnp.bfloat16(1.0)).out_avals[0]) == "bfloat16[]"
+
+
+def test_an_equation_on_constants_is_folded_as_ever():
+    jaxpr = jax.make_jaxpr(lambda x: lax.convert_element_type(x, jnp.float32) * 2)(jnp.int32(3))
+    traced = jax.make_jaxpr(lambda y: [y + z for z in _jaxpr.evaluate(jaxpr, [np.int32(3)])])(jnp.float32(1.0))
+    assert "convert_element_type" not in str(traced)
+
+
+def test_kinds_of_equations():
+    def fn(x, y):
+        return x * 2.0, x * 2.0, x * 3.0, x * 0.0, x * -0.0, y * 2.0, jnp.sum(x, 0), jnp.sum(x, 1), jnp.sum(x, 0)
+
+    jaxpr = jax.make_jaxpr(fn)(W, W.astype(jnp.bfloat16))
+    kinds = Kinds().of(jaxpr)
+    pairs = {(i, k) for k in range(len(kinds)) for i in range(k) if kinds[i] == kinds[k]}
+    assert pairs == {(0, 1), (6, 8)}
 
 
 def test_contexts_of_equal_equations_are_told_apart(by_itself):
@@ -194,9 +254,9 @@ def test_parameters_that_are_remembered_hold_no_jaxpr_and_no_function():
     _jaxpr._jitted.cache_clear()
     seen, kept = [], _jaxpr._jitted
 
-    def spy(primitive, params):
-        seen.append((primitive, params))
-        return kept(primitive, params)
+    def spy(*operations):
+        seen.extend(operations)
+        return kept(*operations)
 
     def fn(w, x):
         x = x.at[0].add(1.0)[jnp.array([1, 0])]

@@ -4,11 +4,13 @@ Without that, XLA's layouts on a GPU follow single readers, and matmuls end up b
 measurements.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
+from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Operation, Plan, Step
 from .._plan.planner import pass_operands
@@ -22,18 +24,22 @@ def order_results(plan: Plan) -> Plan:
         for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True))
         if step.mode is Mode.LOW and eqn.primitive is lax.dot_general_p and eqn.outvars[0].aval.ndim >= 2
     ]
-    readers = plan.readers() if matmuls else {}
+    turned = {
+        eqn.invars[0]
+        for eqn, step in zip(plan.eqns, plan.steps, strict=True)
+        if eqn.primitive is lax.transpose_p and step.operation is not pass_operands
+    }
     changed: dict[int, Step] = {}
+    ordered = Memo()  # equations of a kind share a step
     for i in matmuls:
-        places = [r.place for r in readers.get(plan.eqns[i].outvars[0], []) if r.place < len(plan.steps)]
-        turned = any(
-            plan.eqns[place].primitive is lax.transpose_p and plan.steps[place].operation is not pass_operands
-            for place in places
-        )
-        operation = plan.steps[i].operation
-        if not turned and operation is not None:
-            changed[i] = plan.steps[i]._replace(operation=_then_row_major(operation))
+        if plan.steps[i].operation is not None and plan.eqns[i].outvars[0] not in turned:
+            changed[i] = ordered.get(plan.steps[i], None, functools.partial(_ordered, plan.steps[i]))
     return plan.with_steps(changed)
+
+
+def _ordered(step: Step) -> Step:
+    assert step.operation is not None
+    return step._replace(operation=_then_row_major(step.operation))
 
 
 def _then_row_major(operation: Operation) -> Operation:

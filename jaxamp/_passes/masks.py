@@ -58,9 +58,10 @@ class _Spreader:
             new, outs = self._equation(eqn, [read(v) for v in eqn.invars])
             found.update(zip(eqn.outvars, outs, strict=True))
             eqns.append(new)
-        others = [eqn.invars for eqn in eqns if any(found[v] is None for v in eqn.outvars)]
-        needed = {v for atoms in (*others, body.outvars) for v in atoms if not isinstance(v, Literal)}
-        eqns = [_as_mask(eqn, found[eqn.outvars[0]]) if needed & {*eqn.outvars} else eqn for eqn in eqns]
+        if any(expression is not None for expression in found.values()):
+            others = [eqn.invars for eqn in eqns if any(found[v] is None for v in eqn.outvars)]
+            needed = {v for atoms in (*others, body.outvars) for v in atoms if not isinstance(v, Literal)}
+            eqns = [_as_mask(eqn, found[eqn.outvars[0]]) if needed & {*eqn.outvars} else eqn for eqn in eqns]
         same = all(new is old for new, old in zip(eqns, body.eqns, strict=True))
         return jaxpr if same else with_equations(jaxpr, eqns), [read(v) for v in body.outvars]
 

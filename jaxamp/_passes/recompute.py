@@ -70,6 +70,8 @@ class _Inside(NamedTuple):
 
 
 def _bodies(eqn: Any) -> list[Jaxpr]:
+    if traits_of(eqn.primitive).plain_params:
+        return []
     hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
     return [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
 
@@ -167,7 +169,8 @@ class _Cutter:
         return eqn.replace(params=with_bodies(eqn, entry, [self.cut(body.jaxpr) for body in entry.bodies]))
 
     def _sections(self, run: _Section, outs: Collection[Var]) -> Iterator[_Section]:
-        ends = [] if self._whole or not run.inside else self._cuts(run.eqns, outs)
+        is_cut = run.inside and not self._whole and any(map(is_work, run.eqns))
+        ends = self._cuts(run.eqns, outs) if is_cut else []
         for begin, end in itertools.pairwise([0, *ends, len(run.eqns)]):
             yield _Section(run.eqns[begin:end], run.inside)
 

@@ -27,10 +27,21 @@ from .._traits import traits_of
 
 def send_low(program: Jaxpr, setting: Setting) -> Jaxpr:
     """The program with values sent in the compute dtype, where only rounded copies of them are read."""
-    if not setting.formats.narrows:
+    if not setting.formats.narrows or not _communicates(program, Memo()):
         return program
     outs = (False,) * len(open_jaxpr(program).outvars)
     return _Sender(setting).run(program, outs, ())[0]
+
+
+def _communicates(jaxpr: Jaxpr, known: Memo) -> bool:
+    """Whether anything in a jaxpr sends values."""
+
+    def sends(eqn: Any) -> bool:
+        if (entry := describe(eqn)) is None:
+            return traits_of(eqn.primitive).communicates
+        return any(_communicates(body.jaxpr, known) for body in entry.bodies)
+
+    return known.get(jaxpr, None, lambda: any(map(sends, open_jaxpr(jaxpr).eqns)))
 
 
 Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them

@@ -6,13 +6,14 @@ of a rounding already, and one more rounding costs little. A sum with something 
 exponential or another function has made.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jec
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
-from .._formats import float_dtype
+from .._formats import Format, float_dtype
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Plan, Reader, Step
@@ -24,18 +25,28 @@ def hold_streams_low(plan: Plan) -> Plan:
     """Let results that are read in both dtypes, and sums that several operations read, be held low."""
     if not plan.touched:
         return plan
-    rounded = _rounded(plan)
-    wide = [i for i in plan.parts if isinstance(i, int) and _is_wide(plan, i) and plan.eqns[i].outvars[0] in rounded]
-    if not wide:
+    wide = [i for i in plan.parts if isinstance(i, int) and _is_wide(plan, i)]
+    readers = plan.readers() if wide else {}
+    mixed = [i for i in wide if _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
+    if not mixed:
         return plan
-    readers, magnified = plan.readers(), _magnified(plan)
-    changed = {}
-    for i in wide:
-        (var, value), step = plan.values_of(i)[0], plan.steps[i]
-        found = readers.get(var, [])
-        if var not in magnified and _may_round(plan, found) and (_is_read_low(found) or _is_shared_sum(plan, i, found)):
-            changed[i] = step._replace(outs=(value._replace(format=plan.setting.formats.low),), touched=True)
+    rounded, magnified = _rounded(plan), _magnified(plan)
+    held = Memo()  # equations of a kind share a step
+    changed = {
+        i: held.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
+        for i in mixed
+        if plan.eqns[i].outvars[0] in rounded and plan.eqns[i].outvars[0] not in magnified
+    }
     return plan.with_steps(changed)
+
+
+def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
+    """Whether something reads the result of a step low, or might, and nothing asks for float32."""
+    return _may_round(plan, readers) and (_is_read_low(readers) or _is_shared_sum(plan, i, readers))
+
+
+def _held_low(step: Step, low: Format) -> Step:
+    return step._replace(outs=(step.outs[0]._replace(format=low),), touched=True)
 
 
 def _is_wide(plan: Plan, i: int) -> bool:

@@ -6,11 +6,13 @@ no axes to order; its operands are swapped too, so that `vmap` from outside puts
 activations have it.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
+from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Operation, Plan, Step
 from .._plan.planner import pass_operands
@@ -22,13 +24,14 @@ from .._primitives.matmul import order_when_swapped
 def fold_transposes(plan: Plan) -> Plan:
     """Swap the operands of low matmuls where that makes a transpose superfluous."""
     matmuls = [i for i, step in enumerate(plan.steps) if step.mode is Mode.LOW and _is_swappable(plan.eqns[i], step)]
-    readers = plan.readers() if matmuls else {}
+    readers = plan.readers() if matmuls and any(eqn.primitive is lax.transpose_p for eqn in plan.eqns) else {}
     changed: dict[int, Step] = {}
+    swapped = Memo()  # equations of a kind share a step
     for i in matmuls:
         eqn, step, order = plan.eqns[i], plan.steps[i], order_when_swapped(plan.eqns[i])
         if order == tuple(range(len(order))):
             if eqn.invars[0].aval.ndim > eqn.invars[1].aval.ndim:
-                changed[i] = _swapped(eqn, step, order)
+                changed[i] = swapped.get(step, None, functools.partial(_swapped, eqn, step, order))
             continue
         found = readers.get(eqn.outvars[0], [])
         if len(found) != 1 or found[0].place == len(plan.steps):
@@ -40,9 +43,13 @@ def fold_transposes(plan: Plan) -> Plan:
             and tuple(reader.params["permutation"]) == order
             and after.reads[0] == step.outs[0].format
         ):
-            changed[i] = _swapped(eqn, step, order)
-            changed[place] = after._replace(operation=pass_operands, reason=Reason(Why.FOLDED), touched=True)
+            changed[i] = swapped.get(step, None, functools.partial(_swapped, eqn, step, order))
+            changed[place] = swapped.get(after, None, functools.partial(_folded, after))
     return plan.with_steps(changed)
+
+
+def _folded(step: Step) -> Step:
+    return step._replace(operation=pass_operands, reason=Reason(Why.FOLDED), touched=True)
 
 
 def _is_swappable(eqn: Any, step: Step) -> bool:

@@ -17,7 +17,7 @@ from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes
 from .._formats import Formats, float_dtype, is_float_dtype, is_integer, is_wide_integer, may_lower
-from .._jaxpr import Memo, signature
+from .._jaxpr import Kinds, Memo
 from .._policy.load import load_policy
 from .._policy.lookup import Found, Lookup
 from .._policy.rules import (
@@ -84,9 +84,10 @@ class Classifier:
     def __init__(self, lookup: Lookup, formats: Formats):
         self.lookup = lookup
         self.formats = formats
+        self.kinds = Kinds()
         self._decisions = Memo()
         self._constants = Memo()
-        self._alike: dict[Hashable, Decision] = {}  # decisions on equations without bodies
+        self._alike: dict[Hashable, Decision] = {}  # on equations of a kind
         self._magnified = Magnified()
 
     # -- values
@@ -147,24 +148,17 @@ class Classifier:
         def read(atom: Any) -> Sensitivity:
             return self.of_constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
-        decisions = []
-        for eqn in open_jaxpr(jaxpr).eqns:
+        decisions: list[Decision] = []
+        for eqn, kind in zip(open_jaxpr(jaxpr).eqns, self.kinds.of(jaxpr), strict=True):
             inner = path + scopes(eqn.source_info.name_stack)
-            decision = self._decided(eqn, [read(v) for v in eqn.invars], inner, solved)
+            known = tuple([env[v] for v in eqn.invars if not isinstance(v, Literal)])
+            key = kind, known, inner, tuple([v in solved for v in eqn.outvars]) if solved else ()
+            decision = self._alike.get(key)
+            if decision is None:
+                decision = self._alike[key] = self._decide(eqn, [read(v) for v in eqn.invars], inner, solved)
             env.update(zip(eqn.outvars, decision.outs, strict=True))
             decisions.append(decision)
         return decisions, tuple(read(v) for v in open_jaxpr(jaxpr).outvars)
-
-    def _decided(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
-        """The decision on an equation, or on one like it that was made before."""
-        like = signature(eqn)
-        if like is None:
-            return self._decide(eqn, ins, path, solved)
-        key = like, tuple(ins), path, bool(solved) and solved.issuperset(eqn.outvars)
-        found = self._alike.get(key)
-        if found is None:
-            found = self._alike[key] = self._decide(eqn, ins, path, solved)
-        return found
 
     def _decide(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
         found = self.lookup(path, eqn.primitive)

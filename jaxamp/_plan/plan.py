@@ -17,7 +17,7 @@ from .reasons import Reason
 from .residuals import Keep
 from .sensitivity import Value
 
-# (equation, operands, bind parameters) -> results
+# (equation, operands, bind parameters) -> results. It runs once for all equations of a kind that share a step.
 Operation = Callable[[Any, Sequence[Any], dict[str, Any]], Sequence[Any]]
 
 
@@ -83,6 +83,7 @@ class Plan(NamedTuple):
     returned: tuple[bool, ...] = ()  # which results are results of the user's function; empty: none
     magnified: tuple[bool, ...] = ()  # which results a decomposition or a solve reads; empty: none
     wanted: tuple[int, ...] = ()  # how its results are wanted: a `Want` each
+    kinds: Sequence[int] = ()  # of its equations: a step that several equations of a kind have does the same for all
 
     @property
     def eqns(self) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scopes
 from .._formats import Format, float_dtype
-from .._jaxpr import Memo, signature
+from .._jaxpr import Memo
 from .._policy.rules import Replacement, ReplacingRule, Site, lowered_params, use_original_precision
 from .._primitives.matmul import Mixing, has_mixed, mixed
 from .._traits import traits_of
@@ -54,7 +54,8 @@ class Planner:
         self._passes = passes if self.formats.narrows else ()
         self._plans = Memo()
         self._wanted = Memo()
-        self._alike: dict[Hashable, Step] = {}  # steps of equations without bodies
+        self._steps: dict[Hashable, Step] = {}  # of equations of a kind
+        self._demanded: dict[Hashable, list[Want]] = {}
 
     @property
     def identity(self) -> Hashable:
@@ -72,21 +73,28 @@ class Planner:
         wants: dict[Var, Want] = {}
 
         def demand(atom: Any, want: Want) -> None:
-            if not isinstance(atom, Literal):
-                wants[atom] = min(wants.get(atom, Want.LAST), want)
+            if want is not Want.LAST and not isinstance(atom, Literal) and want < wants.get(atom, Want.LAST):
+                wants[atom] = want
 
-        jaxpr = open_jaxpr(jaxpr)
-        for atom, want in zip(jaxpr.outvars, outs, strict=True):
+        for atom, want in zip(open_jaxpr(jaxpr).outvars, outs, strict=True):
             demand(atom, want)
-        for eqn, decision in zip(reversed(jaxpr.eqns), reversed(decisions), strict=True):
+        eqns, kinds = open_jaxpr(jaxpr).eqns, self.classifier.kinds.of(jaxpr)
+        for eqn, kind, decision in zip(reversed(eqns), reversed(kinds), reversed(decisions), strict=True):
             results = [wants.get(v, Want.LAST) for v in eqn.outvars]
-            for atom, want in zip(eqn.invars, self._demands(eqn, decision, results, path), strict=True):
-                if float_dtype(atom.aval) is not None:
-                    demand(atom, want)
+            key = kind, id(decision), tuple(results)  # the decision knows the scopes
+            found = self._demanded.get(key)
+            if found is None:
+                found = self._demanded[key] = self._demands(eqn, decision, results, path)
+            for atom, want in zip(eqn.invars, found, strict=True):
+                demand(atom, want)
         return wants
 
     def _demands(self, eqn: Any, decision: Decision, results: list[Want], path: Path) -> list[Want]:
-        """How this equation wants each operand, if its results are wanted so."""
+        """How this equation wants each operand, if its results are wanted so. Integers are wanted in no way."""
+        found = zip(eqn.invars, self._demands_of_all(eqn, decision, results, path), strict=True)
+        return [Want.LAST if float_dtype(atom.aval) is None else want for atom, want in found]
+
+    def _demands_of_all(self, eqn: Any, decision: Decision, results: list[Want], path: Path) -> list[Want]:
         match decision.mode:
             case Mode.AS_WRITTEN | Mode.CONSTANT:
                 return [max(Want.WIDE, min(results, default=Want.LAST))] * len(eqn.invars)
@@ -169,9 +177,11 @@ class Planner:
         def read(atom: Any) -> Value:
             return Value(FREE, self.formats.of_aval(atom.aval)) if isinstance(atom, Literal) else env[atom]
 
-        steps, through = [], only_returned(body, returned) if any(returned) else set()
-        scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)}
-        for eqn, decision in zip(body.eqns, decisions, strict=True):
+        steps: list[Step] = []
+        kinds, through = self.classifier.kinds.of(jaxpr), only_returned(body, returned) if any(returned) else set()
+        is_narrow = self.formats.is_narrow
+        scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)} if is_narrow else set()
+        for eqn, kind, decision in zip(body.eqns, kinds, decisions, strict=True):
             wanted = [wants.get(v, Want.LAST) for v in eqn.outvars]
             results = [v in through for v in eqn.outvars]
             is_last = wanted[:1] == [Want.LAST]
@@ -179,8 +189,13 @@ class Planner:
                 is_scaled = eqn.outvars[0] in scaled
                 cheap = wanted[0] is not Want.LOW and _is_cheap_when_wide(eqn, wanted[0], is_scaled)
                 wanted = [Want(cheap or results[0])] * len(wanted)
-            of_results = _Asked(wanted, results, is_last, path)
-            step = self._stepped(eqn, decision, [read(v) for v in eqn.invars], of_results)
+            known = tuple([env[v] for v in eqn.invars if not isinstance(v, Literal)])
+            key = kind, id(decision), known, tuple(wanted), tuple(results), is_last  # the decision knows the scopes
+            step = self._steps.get(key)
+            if step is None:
+                of_results = _Asked(wanted, results, is_last, path)
+                step = self._step(eqn, decision, [read(v) for v in eqn.invars], of_results)
+                self._steps[key] = step
             env.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         _name_readers(body, steps)
@@ -189,19 +204,8 @@ class Planner:
         )
         outs, parts = tuple(read(v) for v in body.outvars), tuple(range(len(steps)))
         asked = returned, magnified, outs_wanted
-        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, *asked)
+        plan = Plan(jaxpr, path, ins, tuple(steps), outs, touched, self.setting, parts, *asked, kinds)
         return functools.reduce(lambda plan, run: run(plan), self._passes, plan)
-
-    def _stepped(self, eqn: Any, decision: Decision, ins: list[Value], asked: "_Asked") -> Step:
-        """The step of an equation, or of one like it that was planned before."""
-        like = signature(eqn)
-        if like is None:
-            return self._step(eqn, decision, ins, asked)
-        key = like, id(decision), tuple(ins), tuple(asked.wanted), asked.is_last  # the decision knows the scopes
-        found = self._alike.get(key)
-        if found is None:
-            found = self._alike[key] = self._step(eqn, decision, ins, asked)
-        return found
 
     def _step(self, eqn: Any, decision: Decision, ins: list[Value], asked: "_Asked") -> Step:
         """The step of an equation, from the decision on it and the formats that its operands are held in."""
@@ -423,8 +427,10 @@ def _name_readers(jaxpr: Jaxpr, steps: list[Step]) -> None:
         for v in eqn.invars:
             if not isinstance(v, Literal) and v in waiting:
                 names[waiting[v]][eqn.primitive.name] = None
+    named = Memo()  # equations of a kind share a step
     for i, found in names.items():
-        steps[i] = steps[i]._replace(reason=Reason(Why.READ_ONLY_BY, tuple(found)))
+        reason = Reason(Why.READ_ONLY_BY, tuple(found))
+        steps[i] = named.get(steps[i], reason, functools.partial(steps[i]._replace, reason=reason))
 
 
 def _wanted_results(entry: Entry, outs: Sequence[Sensitivity], wanted: Sequence[Want]) -> list[Want]:

@@ -6,6 +6,7 @@ results of matmuls, random draws, results of collectives, reductions of many ent
 to be cheap. Element-wise work is computed again from these. A user's own checkpoint is never put inside of one of ours.
 """
 
+import functools
 from typing import Any, Literal
 
 import jax.extend.core as jec
@@ -83,5 +84,9 @@ def _has_complex(jaxpr: Jaxpr) -> bool:
 
 def makes_complex(eqn: Any) -> bool:
     """Whether a result is complex."""
-    dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
-    return any(dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
+    return any(_is_complex(getattr(v.aval, "dtype", None)) for v in eqn.outvars)
+
+
+@functools.cache
+def _is_complex(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.complexfloating))

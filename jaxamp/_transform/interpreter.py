@@ -8,11 +8,22 @@ several steps as it likes.
 import contextlib
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from .._compat import Jaxpr, consts_of, current_name_stack, marked, open_jaxpr, trace_context, user_context
+from .._compat import (
+    Jaxpr,
+    Literal,
+    Stage,
+    consts_of,
+    current_name_stack,
+    current_place,
+    marked,
+    open_jaxpr,
+    trace_context,
+    user_context,
+)
 from .._formats import cast
 from .._jaxpr import Memo, bind
 from .._plan.classify import Mode, Path
@@ -23,11 +34,19 @@ from .._plan.planner import Planner, Want
 from .._plan.residuals import Keep
 from .._plan.sensitivity import Value
 from .._structure import mark_lasting, structure_of
+from .._traits import traits_of
 from .environment import Env
 from .ledger import Ledger
 
 # (jaxpr as written, how it is planned) -> as it is run. An entry lives as long as the jaxpr as written.
 _TRACED: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
+
+
+class _Written(NamedTuple):
+    """The equations of a step."""
+
+    jaxpr: Jaxpr | None
+    known_by: Any  # what the key has identities of, which no other object may get
 
 
 class Interpreter:
@@ -44,6 +63,7 @@ class Interpreter:
         self._planner = planner
         self._ledger = ledger
         self._traced = Memo() if traced is None else traced
+        self._steps: dict[Hashable, _Written] = {}
 
     # -- running
 
@@ -68,7 +88,7 @@ class Interpreter:
             if step.mode is Mode.CONSTANT and plan.touched:
                 env.postpone(eqn)
                 continue
-            with self._context(plan, part, outer):
+            with self._line(plan, part, outer), eqn.ctx.manager:
                 operands = [env.read(v, format_) for v, format_ in zip(eqn.invars, step.reads, strict=True)]
                 outs = self.operate(plan, part, operands)
                 for var, x, value in zip(eqn.outvars, outs, step.outs, strict=True):
@@ -76,6 +96,37 @@ class Interpreter:
 
     def operate(self, plan: Plan, i: int, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of a step on operands in the formats that it reads, inside of its context."""
+        stage, eqn, traits = Stage.current(), plan.eqns[i], traits_of(plan.eqns[i].primitive)
+        is_plain = (traits.plain_params or traits.plain_call) and eqn.source_info.traceback is not None
+        if stage is None or not is_plain or plan.steps[i].mode is Mode.RULE or self._ledger is not None:
+            return self._operate(plan, i, operands)
+        if traits.plain_params and not plan.steps[i].touched and stage.takes(eqn, operands):
+            return stage.write(eqn, operands, current_place())
+        own = [x for x, atom in zip(operands, eqn.invars, strict=True) if not isinstance(atom, Literal)]
+        jaxpr = self._written(plan, i, operands, own) if all(map(stage.owns, own)) else None
+        return self._operate(plan, i, operands) if jaxpr is None else stage.inline(jaxpr, own, current_place())
+
+    def _written(self, plan: Plan, i: int, operands: Sequence[Any], own: Sequence[Any]) -> Jaxpr | None:
+        """The equations of a step, traced once for equations of a kind; None if they hold constants or have effects.
+
+        `own`: the operands that are not literals.
+        """
+        eqn, step, types = plan.eqns[i], plan.steps[i], [x.aval for x in own]
+        key = plan.kinds[i], id(step), id(eqn.ctx), tuple(map(id, types))
+        found = self._steps.get(key)
+        if found is not None:
+            return found.jaxpr
+
+        def run(*own: Any) -> Sequence[Any]:
+            it, pairs = iter(own), zip(operands, eqn.invars, strict=True)
+            return self._operate(plan, i, [x if isinstance(atom, Literal) else next(it) for x, atom in pairs])
+
+        jaxpr = jax.make_jaxpr(run)(*types)
+        plain = not consts_of(jaxpr) and not open_jaxpr(jaxpr).effects
+        self._steps[key] = _Written(jaxpr if plain else None, (step, eqn.ctx, types))
+        return self._steps[key].jaxpr
+
+    def _operate(self, plan: Plan, i: int, operands: Sequence[Any]) -> Sequence[Any]:
         eqn, step = plan.eqns[i], plan.steps[i]
         if self._ledger is not None and (step.mode is Mode.RULE or not step.touched):
             eqn = self._ledger.numbered(eqn, step)
@@ -90,18 +141,18 @@ class Interpreter:
             return step.operation(eqn, operands, {**eqn.params, **(step.params or {})})
         return bind(eqn, operands, **(step.params or {}))
 
-    def at(self, plan: Plan, i: int) -> contextlib.AbstractContextManager[None]:
-        """The user's source line, name stack and equation context of a step."""
-        return self._context(plan, i, current_name_stack())
-
     @contextlib.contextmanager
-    def _context(self, plan: Plan, i: int, outer: Any) -> Iterator[None]:
-        eqn = plan.eqns[i]
-        name_stack = outer + eqn.source_info.name_stack
-        if self._ledger is not None:
-            name_stack = marked(name_stack, self._ledger.number(plan.steps, i, eqn))
-        with user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    def at(self, plan: Plan, i: int) -> Iterator[None]:
+        """The user's source line, name stack and equation context of a step."""
+        with self._line(plan, i, current_name_stack()), plan.eqns[i].ctx.manager:
             yield
+
+    def _line(self, plan: Plan, i: int, outer: Any) -> contextlib.AbstractContextManager[None]:
+        info = plan.eqns[i].source_info
+        name_stack = outer + info.name_stack if outer.stack else info.name_stack
+        if self._ledger is not None:
+            name_stack = marked(name_stack, self._ledger.number(plan.steps, i, plan.eqns[i]))
+        return user_context(info.traceback, name_stack=name_stack)
 
     # -- what higher-order rules ask for
 

@@ -1,6 +1,7 @@
 """What survives the rewriting (names, lines, contexts, effects, shardings, parameters of a `jit`), and regions."""
 
 import inspect
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from jax.experimental import io_callback
 from jax.experimental.xla_metadata import set_xla_metadata
 from plans import plan_of, planner_of
 
+from jaxamp._plan.classify import Classifier
+from jaxamp._plan.planner import Planner
 from jaxamp._transform.interpreter import Interpreter
 
 
@@ -153,3 +156,24 @@ def test_one_cast_is_made_per_value_and_dtype():
     jaxpr = jax.make_jaxpr(lambda x: run(plan, planner, x))(W)
     widened = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"]
     assert len({(eqn.invars[0], eqn.params["new_dtype"]) for eqn in widened}) == len(widened)
+
+
+def test_equations_of_a_kind_are_decided_on_and_traced_once(monkeypatch):
+    asked = []
+    for owner, name in ((Classifier, "_decide"), (Planner, "_step"), (Interpreter, "_operate")):
+        kept = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, n=name, k=kept: (asked.append(n), k(*args))[1])
+
+    def counts(layers):
+        def fn(x, w):
+            for _ in range(layers):
+                x = jnp.tanh(x @ w) * 1.5
+                x = jnp.where(x > 0, x, 0.1 * x)
+            return x
+
+        asked.clear()
+        jax.make_jaxpr(AMP(fn))(W, W)
+        return Counter(asked)
+
+    assert set(counts(4)) == {"_decide", "_step", "_operate"}
+    assert counts(4) == counts(12)
