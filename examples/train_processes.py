@@ -158,7 +158,7 @@ def drive(options):
         runs["killed and started again"] = killed | resumed
         runs["on one process, then on two"] = killed | killed_again | run("which goes on as two", 2, moved)
     last, same, other = runs["nothing happens"][options.steps], distance(again, whole), distance(moved, whole)
-    print(f"Loss {last['loss']:.4f}, scale {last['scale']:g}, {last['total_skipped']} steps skipped in all.")
+    print(f"Loss {last['loss']:.4f}, scale {last['scale']:.0f}, {last['total_skipped']} steps skipped in all.")
     print(f"Started again after step {min(resumed) - 1}: {'the same bits' if same == 0 else f'{same:.1e} away'}.")
     print(f"On other devices for a while: {other:.1e} away, because they round the sum of other parts.")
     draw(runs, options.out)
