@@ -224,7 +224,7 @@ PLACED = {
 @pytest.mark.promotes
 @pytest.mark.parametrize("name", PLACED)
 def test_under_jit_devices_agree_by_a_number_for_each_gradient_and_axis(name):
-    """Each gradient is summed to a number where it lies. XLA adds these up over one axis of the mesh after the other."""
+    """Each gradient is summed to a number where it lies. XLA adds these up over one axis after the other."""
     args = arguments(PLACED[name])
     without, scaled = (sent(step, args) for step in steps(jaxamp.amp(two_layers)))
     more = scaled - without
