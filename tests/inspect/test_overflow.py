@@ -423,14 +423,12 @@ def test_an_overflow_in_all_shards_and_one_in_an_array_that_is_not_split():
         assert "shard" not in str(event)
 
 
-def test_clamped_operands_and_underflows_name_their_shards():
+def test_clamped_operands_name_their_shards():
     scales = jnp.ones((16, 1)).at[9].set(1e6)
     (event,) = find_overflow(lambda w, x: jnp.sum((x * scales) @ w))(
         placed(W), placed(jnp.ones((16, 8)), "data")
     ).clamped
     assert [shard.coordinates for shard in event.shards] == [{"data": 2}]
-    small = find_overflow(lambda w, x: 1e-9 * jnp.sum(jnp.tanh(x @ w) @ w))(placed(W), placed(ROWS, "data")).underflows
-    assert {event.shard_count for event in small} >= {4}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
