@@ -354,6 +354,11 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return frozenset((x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying)
 
 
+def tracks_variation(axis: Any) -> bool:
+    """Whether types say which values differ along an axis: in `shard_map`, unless `check_vma=False`."""
+    return axis in varying_axes(jax.lax.axis_index(axis))
+
+
 def as_varying(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """`x`, in `shard_map` varying along `axes` too."""
     missing = tuple(axes - varying_axes(x))

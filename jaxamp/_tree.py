@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._compat import EARLY_INLINE
+from ._compat import EARLY_INLINE, tracks_variation, varying_axes
 from ._primitives.fused_sum import fused_sum
 
 Tree = TypeVar("Tree")
@@ -126,10 +126,28 @@ def _are_finite(leaves: list[Any]) -> jax.Array:
 
 
 def all_along_axes(flag: jax.Array, axis_name: Any) -> jax.Array:
-    """Whether `flag` is set on every device along the axes of `axis_name`."""
-    for axis in as_axes(axis_name):  # one at a time: in `shard_map` the flag may vary along only some of them
-        flag = lax.pmin(flag.astype(jnp.int32), axis) > 0
+    """Whether `flag` is set on every device along the axes of `axis_name`. Devices that agree send nothing."""
+    for axes in _differing_axes(flag, axis_name):
+        flag = lax.pmin(flag.astype(jnp.int32), axes) > 0
     return flag
+
+
+def mean_along_axes(x: jax.Array, axis_name: Any) -> jax.Array:
+    """The mean over the devices along the axes of `axis_name`. Devices that agree send nothing."""
+    for axes in _differing_axes(x, axis_name):
+        x = lax.pmean(x, axes)
+    return x
+
+
+def _differing_axes(x: jax.Array, axis_name: Any) -> list[tuple[Any, ...]]:
+    """The axes of `axis_name` along which a value may differ, in groups for one collective each.
+
+    Types may say along which axes it does; not those of `vmap`, nor in `shard_map` with `check_vma=False`.
+    """
+    axes = as_axes(axis_name)
+    tracked = [axis for axis in axes if tracks_variation(axis)]
+    groups = tuple(a for a in tracked if a in varying_axes(x)), tuple(a for a in axes if a not in tracked)
+    return [group for group in groups if group]
 
 
 def as_axes(axis_name: Any) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ def _mesh_of(compiled: Any) -> Any:
 
 
 def _collectives(text: str, mesh: Mapping[str, int]) -> Iterator[CompiledCollective]:
-    times, sources = _times(text), _Sources(text)
+    times, sources = _Times(text), _Sources(text)
     inside = ""
     for line in text.splitlines():
         if (header := _COMPUTATION.match(line)) is not None:
@@ -101,7 +101,7 @@ def _collectives(text: str, mesh: Mapping[str, int]) -> Iterator[CompiledCollect
             sizes[dtype] = sizes.get(dtype, 0) + size
         axes = _axes(rest, mesh)
         for dtype, size in sizes.items():
-            yield CompiledCollective(kind, dtype, size, times.get(inside, 1), axes, scope_of(rest), sources(rest))
+            yield CompiledCollective(kind, dtype, size, times(inside), axes, scope_of(rest), sources(rest))
 
 
 def _arrays(op: str, result: str, rest: str, mesh: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -124,31 +124,67 @@ def _bits(dtype: str) -> int:
 # -- how often
 
 
-def _times(text: str) -> dict[str, int | None]:
-    """How often each computation runs; None where it is not known."""
-    calls: dict[str, list[tuple[str, int | None]]] = {}
-    entry = inside = ""
-    for line in text.splitlines():
-        if (header := _COMPUTATION.match(line)) is not None:
-            inside = header[2]
-            entry = inside if header[1] else entry
-            continue
-        called = _CALLED.findall(line)
-        for names in _BRANCHES.findall(line):
-            called += [name.strip().lstrip("%") for name in names.split(",")]
-        if called:
-            trips = _TRIPS.search(line)
-            rounds = (int(trips[1]) if trips else None) if " while(" in line else 1
-            calls.setdefault(inside, []).extend((name, rounds) for name in called)
-    times: dict[str, int | None] = {entry: 1}
-    waiting = [entry]
-    while waiting:
-        name = waiting.pop()
-        for called_name, rounds in calls.get(name, ()):
-            outer = times[name]
-            times[called_name] = None if outer is None or rounds is None else outer * rounds
-            waiting.append(called_name)
-    return times
+class _Call(NamedTuple):
+    """An instruction that runs other computations."""
+
+    called: tuple[str, ...]
+    rounds: int | None  # of a loop; None where they are not known
+    is_choice: bool  # one of them runs
+
+
+class _Times:
+    """How often each computation runs, from all places that call it. Of branches, the one that runs it most counts."""
+
+    def __init__(self, text: str):
+        self._calls: dict[str, list[_Call]] = {}
+        self._entry = inside = ""
+        for line in text.splitlines():
+            if (header := _COMPUTATION.match(line)) is not None:
+                inside = header[2]
+                self._entry = inside if header[1] else self._entry
+            elif (call := _call(line)) is not None:
+                self._calls.setdefault(inside, []).append(call)
+
+    def __call__(self, name: str) -> int | None:
+        """The runs of a computation; None where they are not known, and 1 if we don't see who calls it."""
+        found = self._within(self._entry, name, {})
+        return 1 if found == 0 else found
+
+    def _within(self, outer: str, name: str, known: dict[str, int | None]) -> int | None:
+        """How often a computation runs while another one runs once."""
+        if outer == name:
+            return 1
+        if outer not in known:
+            known[outer] = _sum([self._by(call, name, known) for call in self._calls.get(outer, ())])
+        return known[outer]
+
+    def _by(self, call: _Call, name: str, known: dict[str, int | None]) -> int | None:
+        times = [self._within(called, name, known) for called in call.called]
+        once = _largest(times) if call.is_choice else _sum(times)
+        if once is None or once == 0:
+            return once
+        return None if call.rounds is None else once * call.rounds
+
+
+def _call(line: str) -> _Call | None:
+    """What a line of a program calls; None if nothing. The end of an asynchronous call names again what it began."""
+    found = LINE.match(line)
+    if found is None or found[3].endswith(("-done", "-update")):
+        return None
+    called = _CALLED.findall(line)
+    for names in _BRANCHES.findall(line):
+        called += [name.strip().lstrip("%") for name in names.split(",")]
+    trips = _TRIPS.search(line)
+    rounds = (int(trips[1]) if trips else None) if found[3] == "while" else 1
+    return _Call(tuple(dict.fromkeys(called)), rounds, found[3] == "conditional") if called else None
+
+
+def _sum(times: list[int | None]) -> int | None:
+    return None if None in times else sum(n for n in times if n is not None)
+
+
+def _largest(times: list[int | None]) -> int | None:
+    return None if None in times else max(n for n in times if n is not None)
 
 
 # -- along which axes

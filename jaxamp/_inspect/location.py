@@ -35,6 +35,7 @@ class Place(NamedTuple):
     run: int = 0  # while it runs: the number of this run of the jaxpr
     mark_run: int = 0  # the number of the run that the step is in
     source: Source | None = None
+    mapped: Any = None  # while it runs: the `Mapped` of the `shard_map` around it
 
     @property
     def scope(self) -> str:

@@ -62,7 +62,9 @@ def find_overflow(
 
     - It runs operation by operation, outside of `jit`, and waits for each: a thousand operations take seconds. XLA may
       round in other places than JAX says, so an overflow at the very limit may differ.
-    - `shard_map`, kernels and callbacks are one operation each.
+    - Kernels and callbacks are one operation each. Inside of a `shard_map`, so are `while` loops, other `shard_map`s,
+      and a `cond` of which devices take different branches.
+    - Where an array is split over devices, `event.shards` has the parts concerned. Each process sees its own.
     - Values that a derivative needs from the forward pass, such as `0.5 / sqrt(x)`, are computed there: their phase is
       "forward".
     """
@@ -120,7 +122,7 @@ def _probed(
 ) -> tuple[list[Event], list[Any], list[str]]:
     """The events of a run, its results, and where constants that are NaN are read."""
     probe = Probe(program, underflow)
-    outs = Walker(program.ledger, probe.look).run(jaxpr, operands, Place(phase, program.path))
+    outs = Walker(program.ledger, probe.look, enters_maps=True).run(jaxpr, operands, Place(phase, program.path))
     return probe.events, outs, list(probe.constants)
 
 

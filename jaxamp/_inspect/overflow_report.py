@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from .location import Source
+from .shards import Shard, shards_in_words
 
 
 class Event(NamedTuple):
@@ -22,6 +23,8 @@ class Event(NamedTuple):
     at_scale_one: bool | None  # whether it happens without loss scaling; None: forwards, or without a scaler
     of: str = ""  # the user's primitive, if this is a cast for it or part of its derivative
     again: tuple[tuple[int, ...], ...] = ()  # other rounds in which it happens: a mask may hide one and not another
+    shards: tuple[Shard, ...] = ()  # the parts that have it, of an array that is split over devices
+    shard_count: int = 0  # of all its parts
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -39,6 +42,8 @@ class Event(NamedTuple):
         word = "smallest normal" if self.kind == "underflow" else "largest"
         text += f"\n    {100 * self.share:.3g} % of the entries; largest operand {self.largest:.4g}, "
         text += f"the {word} {self.dtype} is {self.limit:.4g}"
+        if self.shards:
+            text += f"\n    {shards_in_words(self.shards, self.shard_count)}"
         if self.again:
             some = ", ".join("/".join(map(str, rounds)) for rounds in self.again[:5])
             text += f"\n    Again in {len(self.again)} other rounds: {some}{', ...' if len(self.again) > 5 else ''}"
@@ -82,7 +87,8 @@ class OverflowReport:
         """The whole report, ready for JSON."""
 
         def plain(event: Event) -> dict[str, Any]:
-            return event._asdict() | {"source": None if event.source is None else event.source._asdict()}
+            source = None if event.source is None else event.source._asdict()
+            return event._asdict() | {"source": source, "shards": [shard._asdict() for shard in event.shards]}
 
         lists = {name: [plain(e) for e in getattr(self, name)] for name in ("events", "underflows", "clamped")}
         return asdict(self) | lists | {"notes": list(self.notes)}

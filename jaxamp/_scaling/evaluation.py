@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .._compat import EARLY_INLINE, varying_axes
 from .._primitives.fused_sum import fused_sum
-from .._tree import all_along_axes, as_axes, is_inexact_array, wider_dtype
+from .._tree import all_along_axes, is_inexact_array, mean_along_axes, wider_dtype
 from .cotangent import largest_cotangent
 from .scale_tree import unscale_tree
 from .state import FLOAT32_MAX
@@ -52,10 +51,8 @@ def evaluation_of(
         assemble: Puts the unscaled gradients into the results that the user gets.
         loss: The loss, if it is known.
     """
-    finite, underflow = _finite_and_underflow(scaled_grads, scale)
-    finite = all_along_axes(finite, axis_name)
-    for axis in as_axes(axis_name):
-        underflow = lax.pmean(underflow, axis)
+    underflow = mean_along_axes(_underflow(scaled_grads, scale), axis_name)
+    finite = jnp.isfinite(underflow)  # one number tells other devices of both
     retryable = jnp.array(True)
     if loss is not None:
         loss_is_finite = all_along_axes(jnp.isfinite(loss), axis_name)
@@ -65,14 +62,13 @@ def evaluation_of(
     return Evaluation(assemble(unscale_tree(scaled_grads, scale)), finite, retryable, underflow, max_scale)
 
 
-def _finite_and_underflow(scaled_grads: Any, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether the unscaled gradients are finite, and the share of entries that underflowed while scaled.
+def _underflow(scaled_grads: Any, scale: jax.Array) -> jax.Array:
+    """The share of entries that underflowed while scaled; infinite if an entry is not finite after the division.
 
-    One pass over the gradients gives both: an entry that is not finite makes the count of underflows infinite.
+    So one pass over the gradients gives both.
     """
     leaves = [x for x in jax.tree.leaves(scaled_grads) if is_inexact_array(x) and x.size]
-    share = _count_underflows(leaves, scale) / max(1, sum(x.size for x in leaves))
-    return jnp.isfinite(share), share
+    return _count_underflows(leaves, scale) / max(1, sum(x.size for x in leaves))
 
 
 @functools.partial(jax.jit, inline=EARLY_INLINE)

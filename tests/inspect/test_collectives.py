@@ -130,6 +130,45 @@ def test_how_often():
     assert (row.times, row.total, row.in_loop) == (None, 32, True)
 
 
+SHARED = """HloModule jit_f
+
+%sum (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %a = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+
+%twice (p: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %once = f32[8]{0} call(%q), to_apply=%sum
+  ROOT %again = f32[8]{0} call(%once), to_apply=%sum
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %r = f32[8]{0} parameter(0)
+  %c = f32[8]{0} call(%r), to_apply=%sum
+  %v = f32[8]{0} while(%c), condition=%cond, body=%twice, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %last = f32[8]{0} OP
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("op", "times"),
+    [
+        ("copy(%v)", 11),  # once, and twice in each of five rounds
+        ("while(%v), condition=%cond, body=%sum", None),
+        ('while(%v), condition=%cond, body=%sum, backend_config={"known_trip_count":{"n":"7"}}', 18),
+        ("conditional(%i, %v, %v), branch_computations={%sum, %twice}", 13),  # of two branches, the one that sends more
+        ("conditional(%i, %v, %v), true_computation=%sum, false_computation=%sum", 12),
+        ("async-start(%v), calls=%sum", 12),
+        ("async-done(%v), calls=%sum", 11),  # what it ends is counted where it begins
+    ],
+)
+def test_a_computation_that_several_call_runs_for_each_of_them(op, times):
+    row = only(SHARED.replace("OP", op))
+    assert (row.times, row.total) == (times, 32 * (times or 1))
+
+
 @functools.cache
 def summed_over_devices():
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("d", "t"))

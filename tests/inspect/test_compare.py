@@ -247,3 +247,16 @@ def test_a_gradient_that_cannot_be_traced_is_not_close():
     with pytest.raises(AssertionError, match=r"can't be traced.*: ValueError: Reverse-mode .* pass backward=False"):
         assert_amp_close(loop, (jnp.ones((2, 2)),))
     assert_amp_close(loop, (jnp.ones((2, 2)),), backward=False)
+
+
+def test_split_arguments_give_the_errors_of_whole_ones():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    put = lambda x, *spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    params = {"up": put(PARAMS["up"], None, "model"), "down": put(PARAMS["down"], "model")}
+    whole, split = (
+        compare(loss, compute_dtype=jnp.bfloat16)(*args) for args in ((PARAMS, X), (params, put(X, "data")))
+    )
+    for kind in ("results", "gradients", "operations"):
+        expected = {(row.name, row.scope): row.error.relative for row in getattr(whole, kind)}
+        found = {(row.name, row.scope): row.error.relative for row in getattr(split, kind)}
+        assert found == pytest.approx(expected, rel=0.2, abs=1e-4)  # parts of sums are rounded in another order

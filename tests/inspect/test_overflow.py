@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxamp
 from jaxamp import find_overflow
@@ -379,3 +381,80 @@ def test_a_constant_that_is_nan_is_named():
         assert jaxamp.find_overflow(fn)(x).notes == ("1 of the arrays that the function closes over have a NaN",)
     masked = jnp.where(np.tri(4) > 0, 0.0, -np.inf)  # an infinite constant is a mask
     assert not jaxamp.find_overflow(lambda x: jax.nn.softmax(x + masked).sum())(x).notes
+
+
+# -- many devices
+
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+ROWS = jnp.ones((16, 8)).at[9].set(600.0)  # the third quarter has a large row
+
+
+def placed(x, *spec):
+    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
+
+
+def two_matmuls(w, x):
+    return jnp.sum(jnp.tanh((x @ w) @ (200 * w)))
+
+
+def test_the_shards_that_overflow_are_named():
+    report = find_overflow(two_matmuls)(placed(W, None, "model"), placed(ROWS, "data"))
+    first, second = report.first.shards
+    assert first == ("[8:12, 0:4]", (4,), {"data": 2, "model": 0})
+    assert second == ("[8:12, 4:8]", (5,), {"data": 2, "model": 1})
+    assert report.first.shard_count == 8
+    assert "In 2 of 8 shards: [8:12, 0:4] on device 4 (data 2, model 0); [8:12, 4:8] on" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["events"][0]["shards"][1]["devices"] == [5]
+
+
+def test_devices_that_have_the_same_shard_are_named_together():
+    (shard,) = find_overflow(two_matmuls)(placed(W), placed(ROWS, "data")).first.shards
+    assert shard == ("[8:12, :]", (4, 5), {"data": 2})
+    assert str(shard) == "[8:12, :] on devices 4, 5 (data 2)"
+
+
+def test_an_overflow_in_all_shards_and_one_in_an_array_that_is_not_split():
+    report = find_overflow(two_matmuls)(placed(W), placed(jnp.full((16, 8), 600.0), "data"))
+    assert "In all 4 shards" in str(report.first)
+    for arrays in ((W, ROWS), (placed(W), placed(ROWS))):
+        event = find_overflow(two_matmuls)(*arrays).first
+        assert (event.shards, event.shard_count) == ((), 0)
+        assert "shard" not in str(event)
+
+
+def test_clamped_operands_name_their_shards():
+    scales = jnp.ones((16, 1)).at[9].set(1e6)
+    (event,) = find_overflow(lambda w, x: jnp.sum((x * scales) @ w))(
+        placed(W), placed(jnp.ones((16, 8)), "data")
+    ).clamped
+    assert [shard.coordinates for shard in event.shards] == [{"data": 2}]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_device_and_the_line_in_a_shard_map(check_vma):
+    def body(w, x):
+        def layer(h, factor):
+            with jax.named_scope("layer"):
+                return jnp.tanh((h @ w) @ (factor * w)), None  # planted in a map
+
+        return lax.pmean(jnp.sum(lax.scan(layer, x, jnp.array([1e-3, 200.0]))[0]), ("data", "model"))
+
+    fn = jax.shard_map(body, mesh=MESH, in_specs=(P(), P(("data", "model"))), out_specs=P(), check_vma=check_vma)
+    event = find_overflow(fn, backward=False)(200 * W, ROWS).first
+    assert (event.kind, event.primitive, event.scope) == ("overflow", "dot_general", "layer")
+    assert event.source.line == line_of("planted in a map")
+    assert event.shards == (("", (4,), {"data": 2, "model": 0}),)
+    assert "In 1 of 8 shards: device 4 (data 2, model 0)" in str(event)
+
+
+def test_a_fault_of_one_device_in_the_backward_pass_of_a_shard_map():
+    def body(w, x):
+        scale = jnp.where(lax.axis_index("data") == 3, 1e6, 1.0)
+        return lax.pmean(scale * jnp.sum(jnp.tanh(x @ w) @ w), ("data", "model"))
+
+    fn = jax.shard_map(body, mesh=MESH, in_specs=(P(), P(("data", "model"))), out_specs=P())
+    report = find_overflow(fn)(W, jnp.ones((16, 8)))
+    assert report.first.phase == "backward"
+    assert {shard.coordinates["data"] for shard in report.first.shards} == {3}
+    assert report.first.shard_count == 8

@@ -8,8 +8,11 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from helpers import BF16, F16, F32, assert_same_bits, raises
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from optimizers import ADAMW, PAIRS, distance, gradients, tree
 
+import jaxamp
 from jaxamp import optim
 from jaxamp.optim import Storage
 
@@ -99,6 +102,63 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(tmp_path):
     for i in (2, 3):
         params, state = jax.jit(optimizer.step)(params, state, gradients(params, i))
     assert_same_bits((params, state), whole)
+
+
+# -- onto other devices
+
+
+HOPS = [((8,), ("x",), P("x", None)), ((4,), ("x",), P(None, "x")), ((2, 2), ("x", "y"), P("x", "y"))]
+
+
+def through_orbax(tree, shardings, folder):
+    shape = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder, jax.tree.map(shape, tree, shardings))
+
+
+def through_numpy(tree, shardings, folder):
+    params, state, scaler = tree
+    arrays = optim.to_arrays(params, state) | {f"scaler/{i}": x for i, x in enumerate(jax.tree.leaves(scaler))}
+    folder.mkdir()
+    np.savez(folder / "a.npz", **{k: np.asarray(x).view(f"V{x.dtype.itemsize}") for k, x in arrays.items()})
+    with np.load(folder / "a.npz") as loaded:
+        again = {k: loaded[k].view(x.dtype).reshape(x.shape) for k, x in arrays.items()}
+    leaves, structure = jax.tree.flatten(scaler)
+    scaler = jax.tree.unflatten(structure, [again.pop(f"scaler/{i}") for i in range(len(leaves))])
+    return jax.device_put((*optim.from_arrays(again, params), scaler), shardings)
+
+
+@pytest.mark.parametrize("through", [through_orbax, through_numpy])
+def test_a_run_goes_on_from_mesh_to_mesh_bit_for_bit(through, tmp_path):
+    """Eight devices, four, two by two: parameters, compressed state and scaler, with a step on each mesh."""
+    grad_fn = jaxamp.dynamic_scale_grad(lambda params, g: jnp.sum(params["w"].astype(F32) * g))
+
+    @jax.jit
+    def step(params, state, scaler, g):
+        scaler, grads = grad_fn(params, g, dynamic_scaler_state=scaler)
+        return *ADAMW.step(params, state, grads, ok=scaler.finite), scaler
+
+    plain = {"w": tree(BF16, shape=(64, 256))["w"]}
+    scaler = jaxamp.DynamicScalerState(patience=1).as_arrays()
+    expected = step(plain, ADAMW.init(plain), scaler, gradients(plain, 0)["w"])
+    run = expected
+    for i, (sizes, names, spec) in enumerate(HOPS, 1):
+        devices = np.asarray(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+        mesh = Mesh(devices, names)
+        placed, everywhere = NamedSharding(mesh, spec), NamedSharding(mesh, P())
+        of_state = optim.state_shardings(ADAMW, plain, {"w": placed})._replace(count=everywhere)
+        of_scaler = jax.tree.unflatten(jax.tree.structure(scaler), [everywhere] * len(jax.tree.leaves(scaler)))
+        run = through(run, ({"w": placed}, of_state, of_scaler), tmp_path / str(i))
+        assert_same_bits(jax.device_get(run), jax.device_get(expected))
+        assert run[0]["w"].sharding == run[1].mu["w"].sharding == placed
+        assert run[1].scales["w"].sharding.shard_shape(run[1].scales["w"].shape) != run[1].scales["w"].shape
+        g = gradients(plain, i)["w"].at[0, 0].set(np.inf if i == 2 else 1.0)  # a step that is skipped
+        run = step(*run, jax.device_put(g, placed))
+        expected = step(*expected, g)
+        assert_same_bits(jax.device_get(run), jax.device_get(expected))
+        assert bool(run[2].finite) == (i != 2)
 
 
 # -- float32

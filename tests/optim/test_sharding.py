@@ -163,6 +163,26 @@ def test_parts_without_whole_groups_are_refused():
         assert not COLLECTIVES.search(text)
 
 
+UNEVEN = {(64, 100): P("x", None), (8, 6, 50): P("x", "y"), (64, 33): P(("x", "y"), None), (8,): P("x")}
+
+
+@pytest.mark.parametrize("shape", UNEVEN, ids=str)
+def test_axes_that_are_no_multiples_of_groups_are_refused_and_the_advice_works(shape):
+    """Their groups run on from row to row, so a device has parts of groups."""
+    plain = {"w": weights(shape)["w"]}
+    params, grads = sharded(plain, UNEVEN[shape]), sharded(gradients(plain, 0), UNEVEN[shape])
+    with raises(ValueError, r"flash_adamw got the parameter 'w' of shape", "expected parts with whole groups of 32"):
+        ADAMW.init(params)
+    alone = optim.flash_adamw(1e-2, storage=Storage(together=0), param_groups=[{"params": "w", "quantize": False}])
+    state = alone.init(params)
+    for like in (state.mu, state.nu, state.correction):
+        assert like["w"].sharding.is_equivalent_to(params["w"].sharding, len(shape))
+    program = jax.jit(alone.step).lower(params, state, grads).compile()
+    assert not COLLECTIVES.search(program.as_text())
+    expected = jax.jit(alone.step)(plain, alone.init(plain), gradients(plain, 0))
+    assert_same_bits(jax.device_get(program(params, state, grads)), jax.device_get(expected))
+
+
 def test_a_step_in_shard_map_is_that_of_the_whole():
     optimizer, plain = ADAMW, weights()
     state, grads, spec = optimizer.init(plain), gradients(plain, 0), P("x", "y")

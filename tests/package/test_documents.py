@@ -1,11 +1,12 @@
 """What the README says runs as it is written, and the examples run."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, W
+from helpers import ROOT, W, with_the_package
 from plans import plan_of, step
 
 from benchmarks import write_results
@@ -56,6 +57,35 @@ def test_the_digits_example_runs(tmp_path):
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "accuracy" in run.stdout
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def run_example(name, picture, *flags):
+    """What an example prints that makes its own devices."""
+    pytest.importorskip("rich", reason="the examples extra is not installed")
+    environment = with_the_package(XLA_FLAGS=re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"]))
+    command = [sys.executable, str(ROOT / "examples" / name), "--small", "--out", str(picture), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=picture.parent, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return run.stdout
+
+
+def test_the_sharded_example_gathers_low(tmp_path):
+    told = run_example("train_sharded.py", tmp_path / "loss.png", "--devices", "8", "--steps", "2")
+    assert "Everything that is gathered is bfloat16." in told
+    sent = {tuple(cells[:3]): cells[3:] for cells in re.findall(r"│ *(.*?) *│" + r" *(.*?) *│" * 4, told)}
+    assert float(sent["data", "all-gather", "bfloat16"][1]) == pytest.approx(0.459)
+    assert sent["data", "all-gather", "float32"] == ("0.918", "0.000")
+    assert sent["data", "all-reduce", "float32"] == ("0.672", "0.672")
+    assert sent["model", "all-reduce", "float32"][1] == "0.000"
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_end_as_if_they_were_not(tmp_path):
+    told = run_example("train_processes.py", tmp_path / "loss.png", "--folder", str(tmp_path / "runs"))
+    assert re.search(r"scale \d+, [1-9]\d* steps skipped in all", told)
+    assert re.search(r"Started again after step 5: the same bits", told)
+    assert float(re.search(r"for a while: (\S+) away", told)[1]) < 1e-3
 
 
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"write_results"}

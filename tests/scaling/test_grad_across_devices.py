@@ -1,8 +1,11 @@
 """Scaled gradients in `shard_map`, `pmap` and `vmap`: who has a scaler of its own, and who agrees with whom."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import error as relative
 from jax import lax
@@ -136,3 +139,102 @@ def test_under_vmap_each_example_has_a_scaler_of_its_own():
     states, grads = jax.vmap(lambda b: grad_fn(W, b, dynamic_scaler_state=DynamicScalerState()))(batches)
     assert int(states.total_redos[0]) < int(states.total_redos[1])
     assert relative(grads[1], oracle(W, (300 * x, y))) < 2**-9
+
+
+# -- what it costs between devices
+
+
+OPTIMIZER = optax.adam(1e-3)
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+SHAPES = {"up": (16, 32), "bias": (32,), "down": (32, 16)}
+
+
+def two_layers(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]) ** 2)
+
+
+def steps(loss, axis_name=None, agree=lambda tree: tree):
+    """A training step without a scaler, and the same with one."""
+
+    def without(params, opt_state, state, x):
+        value, grads = agree(jax.value_and_grad(loss)(params, x))
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, state, value
+
+    def scaled(params, opt_state, state, x):
+        grad_fn = jaxamp.dynamic_scale_value_and_grad(loss, axis_name=axis_name)
+        state, (value, grads) = grad_fn(params, x, dynamic_scaler_state=state)
+        value, grads = agree((value, grads))
+        params, opt_state = jaxamp.update_if_finite(params, OPTIMIZER, opt_state, grads, state.finite)
+        return params, opt_state, state, value
+
+    return without, scaled
+
+
+def arguments(specs):
+    """Shapes of parameters and states, and of a batch that is split over the devices."""
+    shaped = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(MESH, spec))
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    (count, mu, nu), empty = jax.eval_shape(OPTIMIZER.init, params)
+    moments = [{name: shaped(x, specs[name]) for name, x in like.items()} for like in (params, mu, nu)]
+    opt_state = (optax.ScaleByAdamState(shaped(count, P()), *moments[1:]), empty)
+    state = jax.tree.map(lambda x: shaped(x, P()), DynamicScalerState().as_arrays())
+    return moments[0], opt_state, state, shaped(jax.ShapeDtypeStruct((16, 16), jnp.float32), P("data"))
+
+
+def sent(step, args):
+    """Bytes by kind and dtype. XLA joins collectives, so their number says little."""
+    shardings = jax.tree.map(lambda x: x.sharding, (*args[:3], args[2].scaler))
+    total = collections.Counter()
+    for row in jaxamp.compiled_collectives(jax.jit(step, out_shardings=shardings).lower(*args).compile()):
+        total[row.kind, row.dtype] += row.total
+    return total
+
+
+KINDS = {  # how the loss or the gradients are summed, options of shard_map, bytes that the scaler adds
+    "the loss": (lambda x: lax.pmean(x, ("data", "model")), lambda tree: tree, {}, 0),
+    "gradients": (lambda x: x, lambda tree: lax.pmean(tree, ("data", "model")), {"check_vma": False}, 4),
+}
+
+
+@pytest.mark.promotes
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_shard_map_devices_agree_by_one_number_or_none(kind):
+    mean, agree, options, more = KINDS[kind]
+    loss = lambda params, x: mean(jaxamp.amp(two_layers)(params, x))
+    specs = P(), P(), P(), P(("data", "model"))
+    without, scaled = (
+        sent(
+            jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=P(), **options),
+            arguments(dict.fromkeys(SHAPES, P())),
+        )
+        for step in steps(loss, ("data", "model"), agree)
+    )
+    assert set(scaled) == set(without) == {("all-reduce", "float32")}
+    assert scaled.total() - without.total() == more
+
+
+PLACED = {
+    "everywhere": dict.fromkeys(SHAPES, P()),
+    "FSDP": {"up": P("data"), "bias": P(), "down": P("data")},
+    "FSDP and tensor parallel": {"up": P("data", "model"), "bias": P("model"), "down": P("model", "data")},
+}
+
+
+@pytest.mark.promotes
+@pytest.mark.parametrize("name", PLACED)
+def test_under_jit_devices_agree_by_a_number_for_each_gradient_and_axis(name):
+    """Each gradient is summed to a number where it lies. XLA adds these up over one axis after the other."""
+    args = arguments(PLACED[name])
+    without, scaled = (sent(step, args) for step in steps(jaxamp.amp(two_layers)))
+    more = scaled - without
+    assert without - scaled == {}
+    assert {kind for kind, _ in more} <= {"all-reduce"}
+    assert more.total() <= 4 * len(SHAPES) * len(MESH.shape)
+
+
+def test_the_tests_here_would_see_what_a_scaler_sends():
+    gathers = lambda x: jnp.sum(lax.with_sharding_constraint(x, NamedSharding(MESH, P())) ** 2)
+    args = arguments(PLACED["FSDP"])
+    found = sent(lambda params, *rest: (params, *rest[:2], gathers(params["up"]) + rest[1].scaler), args)
+    assert found["all-gather", "float32"] == 16 * 32 * 4
