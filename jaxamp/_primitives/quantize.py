@@ -70,9 +70,7 @@ def scale_of(x: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
 
 def scale_for(largest: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
     """The scale for values up to `largest`, rounded up to a few bits. It is finite and not zero for any `largest`."""
-    factor = np.nextafter(
-        np.float32(1 / format.max), np.float32(0)
-    )  # below, so that exact scales stay so
+    factor = np.nextafter(np.float32(1 / format.max), np.float32(0))  # below, so that exact scales stay so
     scale = lax.max(largest * factor, np.float32(jnp.finfo(np.float32).tiny))
     dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
     bits = lax.bitcast_convert_type(scale, np.uint32) + np.uint32((1 << int(dropped)) - 1)
