@@ -50,7 +50,7 @@ def begin(mesh):
     sizes = {"bytes": (256, WIDTH), "up": (CONTEXT * WIDTH, 256), "down": (256, 256)}
     keys = jax.random.split(jax.random.key(0), len(sizes))
     params = {name: jax.random.normal(key, s) / s[0] ** 0.5 for key, (name, s) in zip(keys, sizes.items(), strict=True)}
-    scaler = jaxamp.DynamicScalerState(scaler=2.0**20, patience=10).as_arrays()  # too large: some steps are skipped
+    scaler = jaxamp.DynamicScalerState(scaler=2.0**24, patience=10).as_arrays()  # too large: some steps are skipped
     run = jax.tree.map(np.asarray, (params, OPTIMIZER.init(params), scaler))
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), run)
     return jax.tree.map(lambda x, s: jax.make_array_from_callback(x.shape, s, lambda i: x[i]), run, shardings)
