@@ -19,7 +19,7 @@ from ._tables import markdown
 
 # In the order of RESULTS.md.
 QUESTIONS = (
-    "train_step zoo passes kernels memory growth matmul communication compile_time scaler optimizer step_length"
+    "train_step zoo fp8 passes kernels memory growth matmul communication compile_time scaler optimizer step_length"
     " report_time"
 ).split()
 TABLES = {  # the keys that the rows of a table share, and the name of the table

@@ -1,0 +1,177 @@
+"""How much faster is fp8 than bfloat16, in which matmuls, and in a training step of a large decoder?
+
+    python -m benchmarks.fp8 [--small] [--layers 8] [--repeats 3] [--matmuls | --step]
+
+Matmuls: `x @ w` and its two gradients, of several sizes, each in fp8; from these comes `least_size` in
+`policies/fp8.toml`. The step: a decoder of width 4,096 and hidden width 14,336 on 16,384 tokens, with AdamW, under the
+policies `default` on bfloat16 and `fp8`. "fp8 matmuls" counts those in the compiled program. Both sides are compiled
+without Triton's matmuls, among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import jaxamp
+
+from ._tables import Column, number, parser, percent, progress, publish, save, significant
+from ._timing import figures, race, seconds
+
+LOW = jnp.bfloat16
+MATMULS = ((16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 4096), (16384, 4096, 14336))
+COLUMNS = (
+    Column("", "what"),
+    Column("side", "side"),
+    Column("ms", "ms", significant),
+    Column("spread", "spread", percent),
+    Column("ratio to bfloat16", "vs_bfloat16", number(2, "x")),
+    Column("TFLOP/s", "tflops", number(0)),
+    Column("temporary GiB", "temporary", number(2)),
+    Column("fp8 matmuls", "fp8"),
+    Column("note", "note"),
+)
+NOTES = (
+    "Ratio: how many times as fast as bfloat16. TFLOP/s: of the matmuls alone, over the whole time.",
+    "Matmuls: forward and both gradients, rounding and scales included.",
+)
+
+
+class Sizes:
+    """A decoder in the style of Llama 3."""
+
+    width, hidden, heads, key_heads, vocabulary, batch, length = 4096, 14336, 32, 8, 32000, 8, 2048
+
+
+class SmallSizes(Sizes):
+    width, hidden, heads, key_heads, vocabulary, batch, length = 64, 128, 4, 2, 64, 2, 8
+
+
+def init(sizes: type[Sizes], layers: int) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 8 * layers + 2))
+    d, f = sizes.width, sizes.hidden
+    few = d * sizes.key_heads // sizes.heads
+    shapes = {"q": (d, d), "k": (d, few), "v": (d, few), "o": (d, d), "gate": (d, f), "up": (d, f), "down": (f, d)}
+    dense = lambda shape: jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
+    norms = {"norm1": jnp.ones(d), "norm2": jnp.ones(d)}
+    blocks = [{name: dense(shape) for name, shape in shapes.items()} | norms for _ in range(layers)]
+    tables = {"tokens": dense((sizes.vocabulary, d)), "head": dense((d, sizes.vocabulary))}
+    return tables | {"blocks": blocks, "norm": jnp.ones(d)}
+
+
+def normalized(x: Any, scale: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+
+
+def loss(sizes: type[Sizes], params: dict[str, Any], ids: Any) -> Any:
+    x = params["tokens"][ids]
+    split = lambda a: a.reshape(*a.shape[:2], -1, sizes.width // sizes.heads)
+    for w in params["blocks"]:
+        h = normalized(x, w["norm1"])
+        q, k, v = (split(h @ w[name]) for name in "qkv")
+        k, v = (jnp.repeat(a, sizes.heads // sizes.key_heads, axis=2) for a in (k, v))
+        x = x + jaxamp.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["o"]
+        h = normalized(x, w["norm2"])
+        x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+    logits = normalized(x, params["norm"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(ids, -1, 1)).mean()
+
+
+def compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    on_gpu = jax.default_backend() == "gpu"
+    without = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}} if on_gpu else {}
+    return jax.jit(fn, **options).lower(*args).compile(**without)
+
+
+def about(call: Any, flops: float, row: dict[str, Any]) -> dict[str, Any]:
+    operands = [set(row.operands) for row in jaxamp.compiled_matmuls(call)]
+    found = {"temporary": call.memory_analysis().temp_size_in_bytes / 2**30}
+    found["fp8"] = sum(any("float8" in dtype for dtype in dtypes) for dtypes in operands)
+    return row | found | ({"tflops": flops / row["ms"] / 1e9} if "ms" in row else {})
+
+
+def compare(
+    what: str, calls: dict[str, Any], run: Callable[[Any], Callable[[], Any]], flops: float, repeats: int
+) -> Any:
+    progress(what)
+    raced = race({side: functools.partial(seconds, run(call), 5) for side, call in calls.items()}, repeats)
+    rows = figures(raced, {"vs_bfloat16": "bfloat16"})
+    return [about(calls[side], flops, {"what": what, "side": side} | row) for side, row in rows.items()]
+
+
+def matmul(sizes: tuple[int, int, int], repeats: int) -> list[dict[str, Any]]:
+    """`x @ w` and its gradients, by themselves."""
+    m, k, n = sizes
+    x, ct = (jax.random.normal(jax.random.key(i), (m, size), LOW) for i, size in enumerate((k, n)))
+    w = jax.random.normal(jax.random.key(2), (k, n)) / np.sqrt(k)
+    rules = {"bfloat16": jaxamp.use_compute_precision, "fp8": jaxamp.use_formats()}
+    policies = {side: dict(jaxamp.load_policy("default")) | {lax.dot_general_p: rule} for side, rule in rules.items()}
+
+    def both_ways(policy: Any, x: Any, w: Any, ct: Any) -> Any:
+        product = jaxamp.amp(jnp.matmul, compute_dtype=LOW, amp_policy=policy)
+        out, pull = jax.vjp(product, x, w)
+        return out, pull(ct.astype(out.dtype))
+
+    calls = {side: compiled(functools.partial(both_ways, policy), x, w, ct) for side, policy in policies.items()}
+    return compare(f"matmul {m} x {k} x {n}", calls, lambda call: lambda: call(x, w, ct), 6.0 * m * k * n, repeats)
+
+
+def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
+    """A training step of the decoder."""
+    optimizer = optax.adamw(1e-4)
+    ids = jax.random.randint(jax.random.key(7), (sizes.batch, sizes.length), 0, sizes.vocabulary)
+
+    def first() -> Any:
+        params = init(sizes, layers)
+        return params, optimizer.init(params)
+
+    def run(fn: Any, state: Any, ids: Any) -> Any:
+        params, before = state
+        value, grads = jax.value_and_grad(fn)(params, ids)
+        updates, after = optimizer.update(grads, before, params)
+        return (optax.apply_updates(params, updates), after), value
+
+    options = {"bfloat16": {"compute_dtype": LOW}, "fp8": {"amp_policy": "fp8"}}
+    amped = {side: jaxamp.amp(functools.partial(loss, sizes), **chosen) for side, chosen in options.items()}
+    calls = {
+        side: compiled(functools.partial(run, fn), jax.eval_shape(first), ids, donate_argnums=0)
+        for side, fn in amped.items()
+    }
+    state = [jax.jit(first)()]  # the sides take turns on one state: there is room for one
+
+    def once(call: Any) -> Callable[[], Any]:
+        def next_step() -> Any:
+            state[0], value = call(state[0], ids)
+            return value
+
+        return next_step
+
+    params = jax.eval_shape(first)[0]
+    multiplied = sum(p.size for p in jax.tree.leaves((params["blocks"], params["head"])) if p.ndim == 2)
+    return compare(f"decoder, {layers} layers", calls, once, 6.0 * multiplied * ids.size, repeats)
+
+
+def main() -> None:
+    asked = parser(__doc__, "a tiny matmul and a tiny decoder")
+    asked.add_argument("--layers", type=int, default=8)
+    asked.add_argument("--repeats", type=int, default=3)
+    asked.add_argument("--matmuls", action="store_true", help="the matmuls alone")
+    asked.add_argument("--step", action="store_true", help="the step alone")
+    options = asked.parse_args()
+    rows: list[dict[str, Any]] = []
+    if not options.step:
+        for sizes in ((32, 64, 32),) if options.small else MATMULS:
+            rows += matmul(sizes, options.repeats)
+            save("fp8", rows, NOTES, options.json)
+    if not options.matmuls:
+        rows += step(SmallSizes if options.small else Sizes, 1 if options.small else options.layers, options.repeats)
+    publish("fp8", COLUMNS, rows, NOTES, options.json)
+
+
+if __name__ == "__main__":
+    main()
