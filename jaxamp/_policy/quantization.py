@@ -115,7 +115,7 @@ def use_formats(
     Under a key that names a scope, the last four are not asked: `{"blocks": use_formats()}` means each matmul there.
 
     >>> import jax, jax.numpy as jnp, jaxamp
-    >>> rule = use_formats("e2m1", gradients="e5m2")
+    >>> rule = use_formats("e2m1", gradients="e5m2", scaling="none")
     >>> policy = jaxamp.default_amp_policy | {jax.lax.dot_general_p: rule}
     >>> f = jaxamp.amp(lambda x, w: x @ w, amp_policy=policy)
     >>> f(jnp.array([[1.0, 0.3]]), jnp.array([[3.0], [6.0]])).tolist()

@@ -1,5 +1,6 @@
 """The options of `amp`, checked at the call that gives them."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -61,14 +62,11 @@ def _check_dtype(compute_dtype: Any, policy: Policy) -> tuple[np.dtype, NumberFo
         return dtype, None
     is_format = isinstance(compute_dtype, str | NumberFormat) or (dtype is not None and is_float_dtype(dtype))
     if is_format:
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             return np.dtype(jnp.bfloat16), number_format(compute_dtype)
-        except (TypeError, ValueError) as error:
-            reason = " " + str(error).removeprefix("jaxamp.format: ")
-    else:
-        reason = " Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
     raise TypeError(
-        f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits, or a number format.{reason}"
+        f"compute_dtype is {compute_dtype!r}; expected a float of at least 16 bits, or a number format, as 'e4m3'. "
+        "Write compute_dtype=jnp.bfloat16 or compute_dtype=jnp.float16."
     )
 
 

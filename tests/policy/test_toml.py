@@ -258,7 +258,7 @@ def test_a_table_extends_another_beside_it(tmp_path):
         ),
         (
             '[rule]\ncompute = ["exp"]',
-            ["line 1", "'rule'", "[rules], [scopes] or [communication]", "Did you mean 'rules'?"],
+            ["line 1", "'rule'", "[rules], [scopes], [quantized] or [communication]", "Did you mean 'rules'?"],
         ),
         ('[scopes]\nhead = "flot32"', ["line 2", "'flot32'", "a rule's name", "Did you mean 'float32'?"]),
         ('[scopes]\nhead = { ad = "float32" }', ["line 2", "'ad'", "primitive", "Did you mean"]),
