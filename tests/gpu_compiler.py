@@ -207,6 +207,41 @@ def main():
         text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
         return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
 
+    def fp8(number):
+        """Matmuls by the dtypes of their operands, temporary bytes, and what devices send, under both policies.
+
+        Left to XLA's partitioner, the weights split over so many devices, for a gradient through three blocks.
+        """
+        mesh, width = mesh_of(number), 512
+        split = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("d")))
+        weights = [(split(width, 4 * width), split(4 * width, width))] * 3
+
+        def loss(weights, x):
+            for up, down in weights:
+                x = x + jax.nn.silu(x @ up) @ down
+            return jnp.mean(x**2)
+
+        def about(policy):
+            gradient = lambda w, x: [
+                jax.tree.map(lambda g: jax.lax.with_sharding_constraint(g, weights[0][0].sharding), grads)
+                for grads in jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16, amp_policy=policy))(w, x)
+            ]
+            program = compiled(gradient, weights, split(1024 * number, width), donate=())
+            dots = re.findall(r" dot\((%[\w.]+), (%[\w.]+)\)", text := program.as_text())
+            dtype = lambda name: re.search(rf"{re.escape(name)} = (\w+)\[", text)[1]
+            sent = [(row.dtype, row.bytes) for row in jaxamp.compiled_collectives(program)]
+            return {
+                "dots": sorted(sorted(map(dtype, operands)) for operands in dots),
+                "temporary": program.memory_analysis().temp_size_in_bytes,
+                "sent": sorted({dtype for dtype, size in sent if size > 64}),
+            }
+
+        rule = jaxamp.use_formats()
+        return {
+            "bfloat16": about("default"),
+            "fp8": about({**jaxamp.load_policy("default"), jax.lax.dot_general_p: rule}),
+        }
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -229,6 +264,7 @@ def main():
         "masked": masked,
         "kept": kept,
         "sharded": sharded,
+        "fp8": fp8,
     }
     answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]
     print("\n" + json.dumps(answers))

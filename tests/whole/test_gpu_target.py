@@ -28,6 +28,8 @@ QUESTIONS = {
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
     "masked": ["masked"],
+    "fp8": ["fp8", 1],
+    "fp8 on 8": ["fp8", 8],
 }
 STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
 
@@ -117,3 +119,19 @@ def test_what_a_scan_keeps_is_not_turned(answers):
 def test_layouts_gather_nothing(answers):
     """The partitioner would gather what has a layout asked for; gradients are summed over devices, and that is all."""
     assert answers["sharded"]["collectives"] == ["all-reduce"]
+
+
+def test_matmuls_are_fp8_in_both_passes(answers):
+    """Six forward, and two gradients of each but the first's by the batch."""
+    forward, backward = ["f8e4m3fn", "f8e4m3fn"], ["f8e4m3fn", "f8e5m2"]
+    assert answers["fp8"]["fp8"]["dots"] == [forward] * 6 + [backward] * 11
+
+
+def test_fp8_needs_no_more_memory(answers):
+    assert answers["fp8"]["fp8"]["temporary"] <= answers["fp8"]["bfloat16"]["temporary"]
+
+
+def test_weights_are_gathered_in_fp8(answers):
+    """Gradients are summed in float32; scales are scalars."""
+    assert answers["fp8 on 8"]["bfloat16"]["sent"] == ["bfloat16", "float32"]
+    assert answers["fp8 on 8"]["fp8"]["sent"] == ["float32", "float8_e4m3fn"]
