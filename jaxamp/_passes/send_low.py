@@ -21,8 +21,11 @@ from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._policy.communication import Communication
 from .._primitives.matmul import is_mixed
+from .._primitives.quantize import QUANTIZE, SCALE
+from .._primitives.quantized_matmul import is_quantized
 from .._primitives.sent_low import reduced_low, sent_low, takes_wire
 from .._traits import traits_of
+from .send_quantized import send_quantized
 
 
 def send_low(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -70,14 +73,18 @@ class _Sender:
 
         read(body.outvars, outs)
         eqns: list[Any] = []
-        for eqn in reversed(body.eqns):
+        written = send_quantized(body.eqns, body.outvars, lambda eqn: self._may_round(eqn, path))
+        for eqn in reversed(written):
             results = tuple(rounded.get(v, False) for v in eqn.outvars)
             new, flags = self._equation(eqn, results, path + scopes(eqn.source_info.name_stack))
             read(eqn.invars, flags)
             eqns.append(new)
         eqns.reverse()
-        same = all(new is old for new, old in zip(eqns, body.eqns, strict=True))
+        same = len(eqns) == len(body.eqns) and all(new is old for new, old in zip(eqns, body.eqns, strict=True))
         return jaxpr if same else _sent_once(jaxpr, eqns), tuple(rounded.get(v, False) for v in body.invars)
+
+    def _may_round(self, eqn: Any, path: Path) -> bool:
+        return self._communication(path + scopes(eqn.source_info.name_stack)).gather == "compute"
 
     def _equation(self, eqn: Any, results: Flags, path: Path) -> tuple[Any, Flags]:
         """An equation whose results are read so, rewritten, and which of its operands it rounds."""
@@ -86,6 +93,9 @@ class _Sender:
         entry = describe(eqn)
         if entry is not None:
             return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results, path)
+        if is_quantized(eqn.primitive) or eqn.primitive in (SCALE, QUANTIZE):
+            read = 2 if is_quantized(eqn.primitive) and "derivative" not in params else 1
+            return eqn, (True,) * read + none[read:]
         if is_mixed(eqn.primitive):
             exact = params["mixing"].exact
             both = tuple(params["compute_dtype"] == self._low and not each for each in exact)

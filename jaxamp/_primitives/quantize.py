@@ -65,7 +65,7 @@ def dtype_of(format: NumberFormat, compute_dtype: np.dtype) -> np.dtype:
 
 def scale_of(x: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
     """The scale for an array, from its largest number."""
-    return SCALE.bind(x, format=format, powers_of_two=powers_of_two)
+    return SCALE.bind(x, format=format, powers_of_two=powers_of_two, axes=())
 
 
 def scale_for(largest: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
@@ -107,8 +107,10 @@ def _find_largest(x: Any) -> Any:
     return lax.convert_element_type(largest, np.float32)
 
 
-def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool) -> Any:
-    return scale_for(_find_largest(x), format, powers_of_two)
+def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tuple[Any, ...]) -> Any:
+    """`axes`: of a mesh, over which devices have parts of the array."""
+    largest = _find_largest(x)
+    return scale_for(lax.pmax(largest, axes) if axes else largest, format, powers_of_two)
 
 
 def _add_bits(x: Any) -> Any:
@@ -129,13 +131,16 @@ def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dt
 
 
 def _abstract(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The type of a function's result, sharding and mesh axes included, from a trace of it."""
+    """The type of a function's result, sharding and mesh axes included, from a trace of it on one device's part."""
 
     @functools.lru_cache(1024)
     def traced(avals: Any, params: Any) -> Any:
         return jax.make_jaxpr(functools.partial(fun, **dict(params)))(*avals).out_avals[0]
 
-    return lambda *avals, **params: traced(avals, tuple(params.items()))
+    def abstract(*avals: Any, **params: Any) -> Any:
+        return traced(avals, tuple((params | ({"axes": ()} if "axes" in params else {})).items()))
+
+    return abstract
 
 
 def _jvp_of_number(own: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
