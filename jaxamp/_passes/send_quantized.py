@@ -65,11 +65,12 @@ def _rewritten(eqn: Any, sent: dict[Var, Any]) -> list[Any]:
     if eqn.primitive is SCALE:
         return [eqn.replace(invars=[whole], params={**eqn.params, "axes": _axes(send)})]
     low = eqn.params["dtype"]
-    part = Var(whole.aval.update(dtype=low, weak_type=False))
-    quantized = eqn.replace(invars=[whole, *eqn.invars[1:]], outvars=[part])
+    bits, scale = eqn.outvars
+    part = Var(whole.aval.update(dtype=bits.aval.dtype, weak_type=False))
+    quantized = eqn.replace(invars=[whole, *eqn.invars[1:]], outvars=[part, scale])
     params = {**send.params, "low": low, "reduce": "float32"}
     moved = send.replace(
-        primitive=sent_low(send.primitive, stays_low=True), invars=[part], outvars=eqn.outvars, params=params
+        primitive=sent_low(send.primitive, stays_low=True), invars=[part], outvars=[bits], params=params
     )
     return [quantized, moved]
 

@@ -4,11 +4,13 @@
 
 `scale` is a primitive because of `vmap`: a batch has one scale, as the matmul of the whole batch wants it. `quantize`
 is one because of its derivative: a quantised value is there to be multiplied, and the matmul is given the value before
-rounding too, to differentiate by (`quantized_matmul.py`). The tangent of a quantised value only tells that there is
-one.
+rounding too, to differentiate by (`quantized_matmul.py`).
 
-Where JAX has a dtype for the format, the result has that dtype, a byte for each entry. Others are emulated: the numbers
-of the format, held in the compute dtype, or in float32 if that can't hold them.
+Where JAX has a dtype for the format, the result is a byte for each entry: the bits, as integers, because
+`jax.checkpoint` passes all floats that it keeps through `reduce_precision`, which knows nothing of fp8's last numbers.
+Integers have no tangents, so the scale, which `quantize` returns too, has one in their place; it only tells that there
+is one. Other formats are emulated: the numbers of the format, held in the compute dtype, or in float32 if that can't
+hold them.
 """
 
 import functools
@@ -30,7 +32,8 @@ LARGEST = Primitive("largest")
 SCALE = Primitive("scale")
 CHECKSUM = Primitive("checksum")
 QUANTIZE = Primitive("quantize")
-ONCE = Primitive("once")  # a quantised value, in a derivative: it can't be differentiated again
+QUANTIZE.multiple_results = True
+ONCE = Primitive("once")  # a quantised value and its scale, in a derivative: it can't be differentiated again
 
 _NATIVE = {  # where matmuls of them need no emulation on some hardware
     KNOWN["e4m3"]: jnp.dtype(jnp.float8_e4m3fn),
@@ -46,7 +49,7 @@ _SCALE_BITS = 4
 
 
 class Quantized(NamedTuple):
-    """Numbers of a format, and the float32 that they are to be multiplied by."""
+    """Numbers of a format, or their bits, and the float32 that they are to be multiplied by."""
 
     q: Any
     scale: Any
@@ -85,12 +88,18 @@ def quantize(x: Any, scale: Any, format: NumberFormat, compute_dtype: np.dtype, 
     """
     seed = [CHECKSUM.bind(x)] if format.rounding == "stochastic" else []
     dtype, axis = dtype_of(format, compute_dtype), 0 if format.block == "tensor" else axis
-    return Quantized(QUANTIZE.bind(x, scale, *seed, format=format, dtype=dtype, axis=axis), scale)
+    return Quantized(*QUANTIZE.bind(x, scale, *seed, format=format, dtype=dtype, axis=axis))
 
 
-def dequantized(quantized: Quantized, dtype: np.dtype) -> Any:
+def numbers(q: Any, format: NumberFormat) -> Any:
+    """The numbers that a quantised array has."""
+    return lax.bitcast_convert_type(q, _NATIVE[format]) if q.dtype == np.uint8 else q
+
+
+def dequantized(quantized: Quantized, format: NumberFormat, dtype: np.dtype) -> Any:
     """The values that a quantised array stands for, in a dtype."""
-    return lax.convert_element_type(quantized.q, dtype) * lax.convert_element_type(quantized.scale, dtype)
+    wide = lax.convert_element_type(numbers(quantized.q, format), dtype)
+    return wide * lax.convert_element_type(quantized.scale, dtype)
 
 
 def refuse_second_derivative() -> NoReturn:
@@ -125,9 +134,12 @@ def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dt
     scaled = wide if format.is_scaled else wide * (1 / scale)
     if format in _NATIVE:
         limit = np.float32(format.max)
-        return lax.convert_element_type(lax.select(lax.is_finite(wide), lax.clamp(-limit, scaled, limit), wide), dtype)
+        rounded = lax.convert_element_type(
+            lax.select(lax.is_finite(wide), lax.clamp(-limit, scaled, limit), wide), dtype
+        )
+        return lax.bitcast_convert_type(rounded, np.uint8), scale
     rounded = emulated(scaled, format, key=seed[0] if seed else None, axis=axis)
-    return lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype)
+    return lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype), scale
 
 
 def _abstract(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,10 +147,11 @@ def _abstract(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.lru_cache(1024)
     def traced(avals: Any, params: Any) -> Any:
-        return jax.make_jaxpr(functools.partial(fun, **dict(params)))(*avals).out_avals[0]
+        return jax.make_jaxpr(functools.partial(fun, **dict(params)))(*avals).out_avals
 
     def abstract(*avals: Any, **params: Any) -> Any:
-        return traced(avals, tuple((params | ({"axes": ()} if "axes" in params else {})).items()))
+        found = traced(avals, tuple((params | ({"axes": ()} if "axes" in params else {})).items()))
+        return found if len(found) > 1 else found[0]
 
     return abstract
 
@@ -149,16 +162,18 @@ def _jvp_of_number(own: Primitive, primals: Any, tangents: Any, **params: Any) -
 
 
 def _jvp_of_quantize(primals: Any, tangents: Any, **params: Any) -> Any:
-    out = QUANTIZE.bind(*primals, **params)
+    q, scale = QUANTIZE.bind(*primals, **params)
+    zeros = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in (q, scale)]
     if type(tangents[0]) is ad.Zero:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, lax.convert_element_type(tangents[0], out.dtype)
+        return [q, scale], zeros
+    return [q, scale], [zeros[0], 0 * jnp.sum(tangents[0], dtype=np.float32)]
 
 
 def _jvp_of_once(primals: Any, tangents: Any) -> Any:
-    if type(tangents[0]) is not ad.Zero:
+    if any(type(tangent) is not ad.Zero for tangent in tangents):
         refuse_second_derivative()
-    return ONCE.bind(*primals), tangents[0]
+    out = ONCE.bind(*primals)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _batch_number(own: Primitive, operands: Any, dims: Any, **params: Any) -> Any:
@@ -167,7 +182,7 @@ def _batch_number(own: Primitive, operands: Any, dims: Any, **params: Any) -> An
 
 def _batch_quantize(operands: Any, dims: Any, *, axis: int, **params: Any) -> Any:
     check_scales(*dims[1:])
-    return QUANTIZE.bind(*operands, axis=axis + (dims[0] <= axis), **params), dims[0]
+    return QUANTIZE.bind(*operands, axis=axis + (dims[0] <= axis), **params), (dims[0], None)
 
 
 def check_scales(*dims: Any) -> None:
@@ -179,7 +194,7 @@ def check_scales(*dims: Any) -> None:
 def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], batch: Callable[..., Any]) -> None:
     own.def_impl(functools.partial(xla.apply_primitive, own))
     own.def_abstract_eval(_abstract(fun))
-    mlir.register_lowering(own, mlir.lower_fun(fun, multiple_results=False))
+    mlir.register_lowering(own, mlir.lower_fun(fun, multiple_results=own.multiple_results))
     ad.primitive_jvps[own] = jvp
     batching.primitive_batchers[own] = batch
 
@@ -188,6 +203,6 @@ for _own, _fun in ((LARGEST, _find_largest), (SCALE, _find_scale), (CHECKSUM, _a
     _define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
     declare(_own, Traits(reduces=True, kept=lambda *avals, **params: True, fixed_dtype=True))
 _define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)
-_define(ONCE, lambda x: x, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
+_define(ONCE, lambda q, scale: q, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
 declare(ONCE, Traits(cheap=True, passes_on=True, plain_params=True, fixed_dtype=True))
 declare(QUANTIZE, Traits(cheap=True, plain_params=True, fixed_dtype=True))

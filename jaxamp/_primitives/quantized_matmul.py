@@ -27,7 +27,7 @@ from .._jaxpr import bind, evaluate
 from .._number_formats.number_format import NumberFormat
 from .._traits import declare, traits_of
 from .matmul import Mixing, mixed, order_when_swapped
-from .quantize import ONCE, Quantized, check_scales, dequantized, quantize, refuse_second_derivative, scale_of
+from .quantize import ONCE, Quantized, check_scales, dequantized, numbers, quantize, refuse_second_derivative, scale_of
 
 _CACHED_TRANSPOSES = 1024
 
@@ -135,7 +135,8 @@ def _quantized(base: Primitive) -> Primitive:
 
     def lower(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
         qx, scale_x, qw, scale_w, *rest = more
-        return _product(base, qx, qw, scale_x * scale_w, rest, params, quantizing.compute_dtype)
+        x, w = (numbers(q, quantizing.recipe.operands) for q in (qx, qw))
+        return _product(base, x, w, scale_x * scale_w, rest, params, quantizing.compute_dtype)
 
     def abstract_eval(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
         return base.abstract_eval(*_low_avals([x, w], quantizing.compute_dtype), *more[4:], **params)[0]
@@ -143,7 +144,7 @@ def _quantized(base: Primitive) -> Primitive:
     def jvp(primals: Any, tangents: Any, *, quantizing: Quantizing, **params: Any) -> tuple[Any, Any]:
         values, rounded, rest = primals[:2], (Quantized(*primals[2:4]), Quantized(*primals[4:6])), primals[6:]
         if rounded[0].q.dtype.itemsize == 1:  # the plain base, which the user's checkpoint policies know by name
-            once = [ONCE.bind(rounded[0].q), rounded[0].scale, ONCE.bind(rounded[1].q), rounded[1].scale]
+            once = [part for one in rounded for part in (ONCE.bind(*one), one.scale)]
             out = lower(*values, *once, *rest, quantizing=quantizing, **params)
         else:
             out = own.bind(*primals, quantizing=quantizing, **params)
@@ -212,7 +213,8 @@ def _with_quantized(base: Primitive) -> Primitive:
 
     def lower(t: Any, other: Any, scale: Any, *rest: Any, derivative: Derivative, **params: Any) -> Any:
         low, axes = derivative.quantizing.compute_dtype, _contracted(base, *derivative.ordered(t, other), params)
-        value = dequantized(_rounded_again(other, scale, axes[1 - derivative.side], derivative), low)
+        rounded = _rounded_again(other, scale, axes[1 - derivative.side], derivative)
+        value = dequantized(rounded, derivative.quantizing.recipe.operands, low)
         both = derivative.ordered(lax.convert_element_type(t, low), value)
         return mixed(base, [*both, *rest], params, low)
 
@@ -281,7 +283,7 @@ def _transposed(
             x, w, *more = ins
             return [_product(base, x, w, q.scale * beside.scale, more, eqn.params, low)]
 
-        both = [ONCE.bind(q.q), ONCE.bind(beside.q)]
+        both = [numbers(ONCE.bind(*q), derivative.format), numbers(ONCE.bind(*beside), recipe.operands)]
         return lax.convert_element_type(evaluate(traced, [*both, *rest], apply)[0], aval.dtype)
 
     return jax.jit(transposed, inline=EARLY_INLINE)

@@ -29,18 +29,22 @@ from .._traits import Traits, declare
 def sent_low(base: Primitive, stays_low: bool = False) -> Primitive:
     """The low form of a primitive of one operand, with two more parameters: the dtype `low`, and `reduce`.
 
-    `stays_low`: its result has that dtype too. If the dtype is that of the operand, it is sent as it is.
+    `stays_low`: its result has that dtype too. If the dtype is that of the operand, it is sent as it is. Bytes are the
+    bits of numbers of that dtype, and stay bytes.
     """
     own = Primitive(f"low_{base.name}")
 
     def lower(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> Any:
+        if x.dtype == np.uint8:
+            out = base.bind(lax.optimization_barrier(lax.bitcast_convert_type(x, low)), **params)
+            return lax.bitcast_convert_type(lax.optimization_barrier(out), np.uint8)
         out = base.bind(lax.optimization_barrier(lax.convert_element_type(x, low)), **params)
         out = lax.optimization_barrier(out) if low == x.dtype else out  # or XLA might round first on its own
         return out if stays_low else lax.convert_element_type(out, x.dtype)
 
     def abstract_eval(x: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         out, effects = base.abstract_eval(x, **params)
-        return out.update(dtype=low, weak_type=False) if stays_low else out, effects
+        return out.update(dtype=low, weak_type=False) if stays_low and x.dtype != np.uint8 else out, effects
 
     def jvp(primals: Any, tangents: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         (x,), (tangent,) = primals, tangents

@@ -14,6 +14,7 @@ from jax import lax
 
 import jaxamp
 from jaxamp._number_formats.names import format as number_format
+from jaxamp._primitives.quantize import dequantized as values_of
 from jaxamp._primitives.quantize import quantize, scale_of
 
 X, W = normal(0, 48, 32), normal(1, 32, 24)
@@ -69,8 +70,8 @@ def test_rounding_is_that_of_the_dtype_under_jit(name, powers_of_two):
 
     @jax.jit
     def dequantized(x):
-        q, scale = quantize(x, scale_of(x, format_, powers_of_two), format_, jnp.dtype(jnp.bfloat16), 0)
-        return q.astype(jnp.float32) * scale
+        found = quantize(x, scale_of(x, format_, powers_of_two), format_, jnp.dtype(jnp.bfloat16), 0)
+        return values_of(found, format_, jnp.dtype(jnp.float32))
 
     np.testing.assert_array_equal(dequantized(x), rounded(x, name, powers_of_two))
 
@@ -117,6 +118,17 @@ def test_gradients_through_other_transforms(around):
     loss = lambda x, w: jnp.sum(jnp.tanh(x @ w))
     plain = jax.grad(FP8(loss), 1)(X, W)
     assert error(jax.grad(FP8(around(loss)), 1)(X, W), np.asarray(plain, np.float64)) < 3e-2
+
+
+@pytest.mark.parametrize("name", ["everything_saveable", "dots_saveable", "nothing_saveable"])
+def test_checkpoint_policies_keep_numbers_as_they_are(name):
+    policy = getattr(jax.checkpoint_policies, name)
+    loss = lambda x, w: jnp.sum(jnp.tanh(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w.T, policy=policy)(x)))
+    plain = lambda x, w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T))
+    found, expected = (jax.jit(jax.grad(FP8(f), (0, 1)))(X, W) for f in (loss, plain))
+    for g, e, exact in zip(found, expected, jax.grad(plain, (0, 1))(X, W), strict=True):
+        exact = np.asarray(exact, np.float64)
+        assert error(g, exact) < 1.2 * error(e, exact)
 
 
 def test_scan_over_layers():
