@@ -17,6 +17,8 @@ from benchmarks._tables import Column, markdown, number, text
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
 from benchmarks._zoo import NETWORKS
 
+FEW = {"unet": "slow", "laplacian": "slow"}  # networks of the zoo that are not left to long runs
+
 # -- the largest batch
 
 
@@ -173,8 +175,7 @@ def test_a_misspelt_side_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["vit", "gpt"])
-@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+@pytest.mark.parametrize(("network", "layers"), [("vit", "scan"), ("gpt", "unrolled")])
 def test_every_side_runs_and_its_loss_agrees_or_it_says_why_not(network, layers, tmp_path):
     out = tmp_path / "out.json"
     options = ["--small", "--network", network, "--layers", layers, "--sides", "all", "--json", str(out)]
@@ -318,8 +319,7 @@ def test_the_zoo_ends_with_geometric_means_over_the_networks_that_ran(tmp_path):
     assert (tmp_path / "zoo.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=getattr(pytest.mark, FEW.get(n, "soak"))) for n in NETWORKS])
 def test_every_network_of_the_zoo_runs_on_every_side(name, tmp_path):
     pytest.importorskip("haiku", reason="the benchmarks extra is not installed")
     out = tmp_path / "out.json"
