@@ -85,7 +85,7 @@ class Timed:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """What is known of the step besides its time."""
+        """Figures of the step other than its time."""
         raise NotImplementedError
 
     def ready(self, _: Any = None) -> None:

@@ -58,8 +58,9 @@ def _kind(eqn: Any, place: int) -> str | None:
 
 
 def _rewritten(eqn: Any, sent: dict[Var, Any]) -> list[Any]:
-    send = None if isinstance(eqn.invars[0] if eqn.invars else None, Literal | None) else sent.get(eqn.invars[0])
-    if send is None or eqn.primitive not in (SCALE, QUANTIZE):
+    is_rounding = eqn.primitive in (SCALE, QUANTIZE) and not isinstance(eqn.invars[0], Literal)
+    send = sent.get(eqn.invars[0]) if is_rounding else None
+    if send is None:
         return [eqn]
     (whole,) = send.invars
     if eqn.primitive is SCALE:

@@ -204,6 +204,20 @@ def _transposed(
     return jax.jit(transposed, inline=EARLY_INLINE)
 
 
+def batching_rule(
+    base: Primitive, axis_data: Any, dims: Any, params: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The base's rule for a batch, as a function of its operands, and a list to find the axis of the result in."""
+    found: list[Any] = []
+
+    def rule(*operands: Any) -> Any:
+        out, dim = batching.fancy_primitive_batchers[base](axis_data, operands, dims, **params)
+        found.append(dim)
+        return out
+
+    return rule, found
+
+
 def _batch(
     base: Primitive,
     axis_data: Any,
@@ -214,13 +228,7 @@ def _batch(
     mixing: Mixing,
     **params: Any,
 ) -> tuple[Any, Any]:
-    found: list[Any] = []
-
-    def rule(*low: Any) -> Any:
-        out, dim = batching.fancy_primitive_batchers[base](axis_data, low, dims, **params)
-        found.append(dim)
-        return out
-
+    rule, found = batching_rule(base, axis_data, dims, params)
     x, w, *rest = operands
     like = [jax.typeof(a).update(dtype=compute_dtype, weak_type=False) for a in (x, w)]
     return _with_mixed(base, rule, operands, [*like, *rest], compute_dtype, mixing)[0], found[-1]

@@ -26,9 +26,9 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import Primitive
 from .._number_formats.number_format import KNOWN, NumberFormat
 from .._number_formats.quantize import quantize as emulated
+from .._number_formats.scales import scale_for
 from .._traits import Traits, declare
 
-LARGEST = Primitive("largest")
 SCALE = Primitive("scale")
 CHECKSUM = Primitive("checksum")
 QUANTIZE = Primitive("quantize")
@@ -71,16 +71,6 @@ def scale_of(x: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
     return SCALE.bind(x, format=format, powers_of_two=powers_of_two, axes=())
 
 
-def scale_for(largest: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
-    """The scale for values up to `largest`, rounded up to a few bits. It is finite and not zero for any `largest`."""
-    factor = np.nextafter(np.float32(1 / format.max), np.float32(0))  # below, so that exact scales stay so
-    scale = lax.max(largest * factor, np.float32(jnp.finfo(np.float32).tiny))
-    dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
-    bits = lax.bitcast_convert_type(scale, np.uint32) + np.uint32((1 << int(dropped)) - 1)
-    rounded = lax.bitcast_convert_type((bits >> dropped) << dropped, np.float32)
-    return lax.select(largest > 0, rounded, jnp.ones_like(rounded))
-
-
 def quantize(x: Any, scale: Any, format: NumberFormat, compute_dtype: np.dtype, axis: int) -> Quantized:
     """`x` in a format. `axis`: along which blocks share a scale, if the format has blocks.
 
@@ -117,9 +107,13 @@ def _find_largest(x: Any) -> Any:
 
 
 def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tuple[Any, ...]) -> Any:
-    """`axes`: of a mesh, over which devices have parts of the array."""
+    """Rounded up to a few bits. `axes`: of a mesh, over which devices have parts of the array."""
     largest = _find_largest(x)
-    return scale_for(lax.pmax(largest, axes) if axes else largest, format, powers_of_two)
+    scale = scale_for(lax.pmax(largest, axes) if axes else largest, format)
+    dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
+    slack = np.uint32(2)  # units in the last place that a scale may be off, and is not rounded up for
+    bits = lax.bitcast_convert_type(scale, np.uint32) + np.uint32((1 << int(dropped)) - 1) - slack
+    return lax.bitcast_convert_type((bits >> dropped) << dropped, np.float32)
 
 
 def _add_bits(x: Any) -> Any:
@@ -199,7 +193,7 @@ def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], ba
     batching.primitive_batchers[own] = batch
 
 
-for _own, _fun in ((LARGEST, _find_largest), (SCALE, _find_scale), (CHECKSUM, _add_bits)):
+for _own, _fun in ((SCALE, _find_scale), (CHECKSUM, _add_bits)):
     _define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
     declare(_own, Traits(reduces=True, kept=lambda *avals, **params: True, fixed_dtype=True))
 _define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)

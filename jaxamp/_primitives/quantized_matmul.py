@@ -26,7 +26,7 @@ from .._compat import EARLY_INLINE, Primitive, with_equations
 from .._jaxpr import bind, evaluate
 from .._number_formats.number_format import NumberFormat
 from .._traits import declare, traits_of
-from .matmul import Mixing, mixed, order_when_swapped
+from .matmul import Mixing, batching_rule, mixed, order_when_swapped
 from .quantize import ONCE, Quantized, check_scales, dequantized, numbers, quantize, refuse_second_derivative, scale_of
 
 _CACHED_TRANSPOSES = 1024
@@ -331,12 +331,7 @@ def _batched(
     multiply: Callable[[Sequence[Any], dict[str, Any]], tuple[Any]],
 ) -> tuple[Any, Any]:
     """The base's rule for a batch. Each of its operands stands for several arrays, which are moved in the same way."""
-    found: list[Any] = []
-
-    def rule(*low: Any) -> Any:
-        out, dim = batching.fancy_primitive_batchers[base](axis_data, low, dims, **params)
-        found.append(dim)
-        return out
+    rule, found = batching_rule(base, axis_data, dims, params)
 
     def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive is base:
