@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
+from jax.api_util import debug_info
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 from jax.interpreters.ad import Zero
@@ -165,6 +166,13 @@ def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any], outs: Sequence[Any] | None
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 
+def with_operands(jaxpr: Jaxpr, ins: Sequence[Var]) -> Jaxpr:
+    """A jaxpr, open or closed, with other operands."""
+    body = open_jaxpr(jaxpr)
+    new = body.replace(invars=list(ins), debug_info=body.debug_info.with_unknown_names())
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
 def closed_jaxpr(jaxpr: Jaxpr, ins: Sequence[Var], outs: Sequence[Any], eqns: Sequence[Any]) -> Jaxpr:
     """A closed jaxpr of some equations of an open one, which have no effects."""
     changed = {"invars": list(ins), "outvars": list(outs), "eqns": list(eqns), "constvars": []}
@@ -204,6 +212,24 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         consts, carry, *_ = params["ft_in"].unpack()
         return len(consts), len(carry)
     return params["num_consts"], params["num_carry"]
+
+
+def more_scanned(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a scan that runs over more arrays, which are its last operands."""
+    if "ft_in" not in params:
+        return params
+    from jax._src import flattree  # type: ignore[attr-defined,unused-ignore]  # 0.11 and newer
+
+    consts, carry, scanned = map(len, params["ft_in"].unpack())
+    return {**params, "ft_in": flattree.pack(tuple(map(flattree.nones, (consts, carry, scanned + count))))}
+
+
+def more_jitted(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a jitted function that takes more operands after the others. Private in 0.10 to 0.12."""
+    from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
+
+    more = {"in_shardings": UNSPECIFIED, "in_layouts": None, "donated_invars": False}
+    return {**params, **{name: (*params[name], *[value] * count) for name, value in more.items()}}
 
 
 @functools.cache
@@ -269,11 +295,34 @@ def binding_axes(axes: Any) -> Iterator[None]:
         core.trace_ctx.set_axis_env(around)
 
 
+def name_in_errors(fn: Callable[..., Any], source: str, arguments: Sequence[str]) -> None:
+    """Let JAX's errors about a trace of `fn` name another function, `"name at file:line"`, and other arguments.
+
+    JAX reads this attribute of functions that it wraps itself; there is no public way in 0.10 to 0.12.
+    """
+    info = debug_info("amp", fn, (), {})
+    fn.__fun_debug_info__ = info._replace(func_src_info=source, arg_names=tuple(arguments))  # type: ignore[attr-defined]
+
+
 def trace_context() -> Any:
     """The part of JAX's configuration that traces depend on. Private in 0.10 to 0.12."""
     from jax._src import config
 
     return config.trace_context()
+
+
+def same_context(one: Any, other: Any) -> bool:
+    """Whether two equations may run in one function, by their contexts. Those have no equality in 0.10 to 0.12.
+
+    Contexts may differ in a mesh of automatic axes, which `vmap` gives to some of the equations that it adds: such axes
+    are not part of a type.
+    """
+    if one is other:
+        return True
+    meshes = [context.cur_abstract_mesh for context in (one, other)]
+    automatic = all(kind is jax.sharding.AxisType.Auto for mesh in meshes for kind in mesh.axis_types)
+    names = {*type(one).__slots__} - {"cur_abstract_mesh", "__weakref__"}
+    return automatic and all(getattr(one, name, None) == getattr(other, name, None) for name in names)
 
 
 def jet_knows(primitive: Primitive, rule: Callable[..., Any]) -> None:
@@ -326,10 +375,12 @@ def _identity_jaxpr(aval: Any) -> Jaxpr:
     return jax.make_jaxpr(lambda x: x)(aval)
 
 
-def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int) -> Any:
-    """The `_prim` of a checkpoint with another jaxpr, which takes more constants first."""
+def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int, more: int = 0) -> Any:
+    """The `_prim` of a checkpoint with another jaxpr, which takes more constants first, and more operands last."""
     flags = hi.prevent_cse
-    return type(hi)(jaxpr, hi.policy, (False,) * consts + flags if isinstance(flags, tuple) else flags)
+    if isinstance(flags, tuple):
+        flags = (False,) * consts + flags + (False,) * more
+    return type(hi)(jaxpr, hi.policy, flags)
 
 
 def with_hi_name(hi: Any, aval: Any) -> Any:
@@ -349,9 +400,63 @@ def is_transformed(x: Any) -> bool:
     )
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether reverse-mode differentiation, such as `jax.grad`, is at work on a value, perhaps under `vmap`.
+
+    Private in 0.10 to 0.12: there is no public name for the classes.
+    """
+    while isinstance(x, jax.core.Tracer):
+        kind = type(x).__name__
+        if kind == "LinearizeTracer":
+            return True
+        x = x.val if kind == "BatchTracer" else getattr(x, "primal", None)
+    return False
+
+
+def producer_of(x: Any) -> tuple[Primitive, list[Any]] | None:
+    """The primitive that made a value in the jaxpr that is being traced, and its operands; None if none did.
+
+    Of a `jit`, what made its result inside, if that reads nothing but operands. Private in 0.10 to 0.12.
+    """
+    while hasattr(x, "primal"):
+        x = x.primal
+    if isinstance(x, _Inside):
+        found: Any = x.equation()
+        return None if found is None else (found.primitive, [x.at(atom) for atom in found.invars])
+    made = getattr(x, "parent", None) if isinstance(x, partial_eval.DynamicJaxprTracer) else None
+    if made is None:
+        return None
+    if made.primitive.name != "jit":
+        return made.primitive, list(made.in_tracers)
+    which = next(i for i, v in enumerate(made.outvars) if v is x.val)
+    body = open_jaxpr(made.params["jaxpr"])
+    return producer_of(_Inside(body, body.outvars[which], made.in_tracers))
+
+
+class _Inside(NamedTuple):
+    """A value in the body of a `jit` that is being traced."""
+
+    body: Jaxpr
+    atom: Any
+    operands: Sequence[Any]
+
+    def equation(self) -> Any:
+        return next((eqn for eqn in self.body.eqns if any(v is self.atom for v in eqn.outvars)), None)
+
+    def at(self, atom: Any) -> Any:
+        at = next((i for i, v in enumerate(self.body.invars) if v is atom), None)
+        return _Inside(self.body, atom, self.operands) if at is None else self.operands[at]
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The axes of a `shard_map` along which a value, or a value of this type, differs between devices."""
     return frozenset((x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).mat.varying)
+
+
+def scalar_like(aval: Any, dtype: Any) -> Any:
+    """The type of a number that differs between devices as a value of a type does."""
+    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
+    return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def tracks_variation(axis: Any) -> bool:

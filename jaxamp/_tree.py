@@ -70,6 +70,13 @@ def wider_dtype(a: Any, b: Any) -> Any:
 def cast_floating(tree: Tree, dtype: Any) -> Tree:
     """Cast the floats of a pytree; NumPy arrays stay NumPy arrays.
 
+    Args:
+        tree: Any pytree.
+        dtype: The float dtype to cast to.
+
+    Returns:
+        The pytree; leaves that are not floats are unchanged.
+
     >>> import jax.numpy as jnp
     >>> cast_floating({"w": jnp.ones(2), "step": jnp.int32(3), "name": "mlp"}, jnp.bfloat16)
     {'name': 'mlp', 'step': Array(3, dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
@@ -93,6 +100,13 @@ def checked_float_dtype(name: str, dtype: Any, instead: str) -> np.dtype:
 def cast_floating_like(tree: Tree, like: Any) -> Tree:
     """Cast each float leaf of `tree` to the dtype of the matching leaf of `like`, if that is a float too.
 
+    Args:
+        tree: Any pytree.
+        like: A pytree of the same structure.
+
+    Returns:
+        The pytree `tree`, in these dtypes.
+
     >>> import jax.numpy as jnp
     >>> cast_floating_like({"w": jnp.ones(2)}, {"w": jnp.zeros(2, jnp.float16)})
     {'w': Array([1., 1.], dtype=float16)}
@@ -111,6 +125,9 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
         tree: Any pytree. Python floats count; leaves that can't be infinite don't.
         axis_name: In `pmap` and `shard_map`, the axis or axes whose devices must agree: if the answer is no on one
             device, it is no on all. Not needed under `jit`, where sharded arrays are seen as a whole.
+
+    Returns:
+        A scalar bool, as an array.
 
     >>> import jax.numpy as jnp
     >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])})), bool(all_finite({"n": 3, "none": None}))
@@ -163,6 +180,14 @@ def tree_where(pred: Any, a: Tree, b: Tree) -> Tree:
 
     Arrays and numbers are selected; if their dtypes differ, the result has the wider one. Other leaves must be equal in
     both trees. float0 leaves stay float0.
+
+    Args:
+        pred: A scalar bool.
+        a: A pytree.
+        b: A pytree of the same structure.
+
+    Returns:
+        A pytree like both.
 
     >>> import jax.numpy as jnp
     >>> tree_where(jnp.array(False), {"w": jnp.ones(2), "act": "relu"}, {"w": jnp.zeros(2), "act": "relu"})

@@ -29,6 +29,9 @@ def format(
 ) -> NumberFormat:
     """Describe a number format, by a name, by a dtype, or by its bits.
 
+    Returns:
+        The format, for `jaxamp.use_formats` and `compute_dtype=`.
+
     >>> import jaxamp
     >>> jaxamp.format("e4m3").max
     448.0

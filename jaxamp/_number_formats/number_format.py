@@ -28,6 +28,17 @@ _MOST_LISTED = 16  # bits of a format whose values are listed
 class NumberFormat:
     """A number format. `jaxamp.format` makes one, and explains the fields.
 
+    Attributes:
+        exponent: Bits of the exponent.
+        mantissa: Bits of the mantissa.
+        bias: What is subtracted from the bits of the exponent.
+        subnormals: Whether it has subnormal numbers.
+        saturate: Whether numbers beyond the largest become the largest.
+        specials: Which codes are not numbers.
+        rounding: How numbers are rounded.
+        block: How many numbers share a scale.
+        scale: The format of scales.
+
     >>> import jaxamp
     >>> e2m1 = jaxamp.format("e2m1")
     >>> e2m1.max, e2m1.smallest_subnormal, e2m1.bits
@@ -115,6 +126,7 @@ class NumberFormat:
 
     @property
     def smallest_normal(self) -> float:
+        """The smallest normal number."""
         return 2.0**self.smallest_exponent
 
     @property
@@ -139,22 +151,30 @@ class NumberFormat:
 
     @property
     def has_infinity(self) -> bool:
+        """Whether it has infinities."""
         return self.specials == "ieee"
 
     @property
     def has_nan(self) -> bool:
+        """Whether it has a NaN."""
         return self.specials in ("ieee", "fn", "fnuz")
 
     @property
     def has_negative_zero(self) -> bool:
+        """Whether it has a negative zero."""
         return self.specials not in ("fnuz", "integer")
 
     @property
     def is_scaled(self) -> bool:
+        """Whether elements share scales."""
         return self.scale != "none"
 
     def values(self) -> np.ndarray:
-        """All finite numbers of the format (of an element, if there are scales), each once, in rising order."""
+        """All finite numbers of the format (of an element, if there are scales), each once, in rising order.
+
+        Returns:
+            An array, in increasing order.
+        """
         if self.bits > _MOST_LISTED:
             _refuse(f"{self} has 2**{self.bits} values, too many to list", f"values() of at most {_MOST_LISTED} bits")
         last = (self.largest_exponent - self.smallest_exponent + 1) << self.mantissa

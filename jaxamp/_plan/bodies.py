@@ -5,26 +5,51 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .._compat import Jaxpr, inside_hi, scan_counts
+from .._compat import Jaxpr, inside_hi, scan_counts, with_hi_checkpoint
 
 
 class Body(NamedTuple):
-    """A jaxpr in an equation's parameters: `params[param]`, or its item `item`."""
+    """A jaxpr in an equation's parameters: `params[param]`, or its item `item`.
+
+    Attributes:
+        jaxpr: The jaxpr.
+        operands: The operand of the equation behind each of its invars.
+        results: The result of the equation behind each of its outvars; empty if there is none.
+        param: The parameter that it is in; empty if it can't be replaced there.
+        item: Its place in the parameter, if that is a sequence.
+
+    >>> import jax, jaxamp
+    >>> (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1.0))(1.0).eqns
+    >>> body = jaxamp.Body(eqn.params["jaxpr"], operands=[0], results=[0])
+    >>> body.param
+    'jaxpr'
+    """
 
     jaxpr: Jaxpr
-    operands: Sequence[int]  # the operand of the equation behind each of its invars
-    results: Sequence[int]  # the result of the equation behind each of its outvars; empty: none
-    param: str = "jaxpr"  # empty: it can't be replaced there
+    operands: Sequence[int]
+    results: Sequence[int]
+    param: str = "jaxpr"
     item: int | None = None
 
 
 class Entry(NamedTuple):
-    """The inside of a higher-order equation."""
+    """The inside of a higher-order equation.
+
+    Attributes:
+        bodies: The jaxprs in it.
+        carries: The `(operand, result)` pairs that a loop passes on.
+        lazy: Whether a user's derivative rules hang on it, which run only when it is differentiated.
+        times: How often the bodies run, where that is known: rounds of a scan, devices of a `shard_map`.
+
+    >>> import jaxamp
+    >>> jaxamp.Entry(bodies=()).times
+    1
+    """
 
     bodies: tuple[Body, ...]
-    carries: tuple[tuple[int, int], ...] = ()  # (operand, result) pairs that a loop passes on
-    lazy: bool = False  # a user's derivative rules hang on it, which run only when it is differentiated
-    times: int = 1  # how often the bodies run, where that is known: rounds of a scan, devices of a `shard_map`
+    carries: tuple[tuple[int, int], ...] = ()
+    lazy: bool = False
+    times: int = 1
 
 
 Describe = Callable[[Any], Entry | None]  # None: the equation is not entered
@@ -42,6 +67,14 @@ def with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, An
             items = enumerate(params[body.param])
             params[body.param] = tuple(jaxpr if i == body.item else old for i, old in items)
     return params
+
+
+def with_replaced_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
+    """The same, for an equation of a program: a checkpoint's of JAX 0.11.2 and newer too."""
+    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    if hi is not None and hi.kind == "checkpoint":
+        return {**eqn.params, "_prim": with_hi_checkpoint(eqn.params["_prim"], jaxprs[0], 0)}
+    return with_bodies(eqn, entry, jaxprs)
 
 
 def _one_to_one(eqn: Any, param: str) -> Body:

@@ -4,6 +4,7 @@ This serves the tools that look at each operation: loops are unrolled in Python,
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -28,8 +29,14 @@ class RunBody(Protocol):
 Evaluate = Callable[[RunBody, Any, list[Any]], Sequence[Any] | None]
 
 
-def evaluate_call(param: str) -> Evaluate:
-    return lambda run, eqn, operands: run(eqn.params[param], operands)
+@dataclass(frozen=True)
+class Call:
+    """Runs the body in a parameter once, on the operands of the equation."""
+
+    param: str
+
+    def __call__(self, run: RunBody, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        return run(eqn.params[self.param], operands)
 
 
 def evaluate_supposed_call(param: str) -> Evaluate:

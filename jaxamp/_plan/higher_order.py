@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from .._compat import COMPOSITE_BODY, Primitive, primitives
 from .bodies import Describe, Entry, call, describe_cond, describe_hi, describe_scan, describe_shard_map, describe_while
 from .evaluations import (
+    Call,
     Evaluate,
-    evaluate_call,
     evaluate_cond,
     evaluate_hi,
     evaluate_scan,
@@ -48,20 +48,20 @@ _REGISTERED: dict[Primitive, HigherOrder] = {}
 
 @functools.cache
 def _builtin() -> dict[Primitive, HigherOrder]:
-    inlined = HigherOrder(call("call_jaxpr"), rewrite_inline, evaluate_call("call_jaxpr"))
+    inlined = HigherOrder(call("call_jaxpr"), rewrite_inline, Call("call_jaxpr"))
     table = {
-        "jit": HigherOrder(call("jaxpr"), rebind, evaluate_call("jaxpr")),
+        "jit": HigherOrder(call("jaxpr"), rebind, Call("jaxpr")),
         "closed_call": inlined,
         "call": inlined,
         "eval_jaxpr": inlined,  # replaces both since 0.11.2
-        "remat2": HigherOrder(call("jaxpr"), rewrite_checkpoint, evaluate_call("jaxpr")),
+        "remat2": HigherOrder(call("jaxpr"), rewrite_checkpoint, Call("jaxpr")),
         "scan": HigherOrder(describe_scan, rewrite_scan, evaluate_scan),
         "while": HigherOrder(describe_while, rebind, evaluate_while),
         "cond": HigherOrder(describe_cond, rebind, evaluate_cond),
-        "custom_jvp_call": HigherOrder(call("call_jaxpr"), rewrite_custom_jvp, evaluate_call("call_jaxpr")),
-        "custom_vjp_call": HigherOrder(call("call_jaxpr", lazy=True), rewrite_custom_vjp, evaluate_call("call_jaxpr")),
-        "custom_vmap_call": HigherOrder(call("call"), rewrite_custom_vmap, evaluate_call("call")),
-        "composite": HigherOrder(call(COMPOSITE_BODY), rebind, evaluate_call(COMPOSITE_BODY)),
+        "custom_jvp_call": HigherOrder(call("call_jaxpr"), rewrite_custom_jvp, Call("call_jaxpr")),
+        "custom_vjp_call": HigherOrder(call("call_jaxpr", lazy=True), rewrite_custom_vjp, Call("call_jaxpr")),
+        "custom_vmap_call": HigherOrder(call("call"), rewrite_custom_vmap, Call("call")),
+        "composite": HigherOrder(call(COMPOSITE_BODY), rebind, Call(COMPOSITE_BODY)),
         "call_hi_primitive": HigherOrder(describe_hi, rewrite_hi, evaluate_hi),  # since 0.11.2
         "shard_map": HigherOrder(describe_shard_map, rewrite_shard_map),
     }
@@ -95,6 +95,9 @@ def register_higher_order(
             `evaluate(run, eqn, operands)` returns the results, where `run(jaxpr, operands)` runs a body. If None, the
             primitive is one operation for them, unless its jaxpr is given by name and running it once gives the results
             of the primitive.
+
+    Returns:
+        Nothing.
 
     >>> from jax.extend.core import Primitive
     >>> register_higher_order(Primitive("my_call"), "call_jaxpr")

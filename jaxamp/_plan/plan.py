@@ -67,6 +67,7 @@ class Setting(NamedTuple):
     formats: Formats
     keep: Keep = "auto"  # what is kept for the backward pass
     communication: Callable[[Path], Communication] = lambda path: Communication()  # by the scopes of an operation
+    may_replace: bool = True  # whether rules may give matmuls other bodies, which JAX might not transpose
 
 
 class Plan(NamedTuple):

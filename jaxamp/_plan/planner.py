@@ -60,11 +60,13 @@ class Planner:
     @property
     def identity(self) -> Hashable:
         """Equal for planners that make the same plans."""
-        return self.classifier.lookup.identity, self.formats.compute_dtype, self.setting.keep, tuple(self._passes)
+        setting = self.formats.compute_dtype, self.setting.keep, self.setting.may_replace
+        return self.classifier.lookup.identity, setting, tuple(self._passes)
 
-    def fresh(self) -> "Planner":
+    def fresh(self, may_replace: bool = True) -> "Planner":
         """A planner without this one's memory."""
-        return Planner(Classifier(self.classifier.lookup, self.formats), self.setting, self._passes)
+        setting = self.setting._replace(may_replace=self.setting.may_replace and may_replace)
+        return Planner(Classifier(self.classifier.lookup, self.formats), setting, self._passes)
 
     # -- 1. backwards: which values are wanted in float32
 
@@ -313,7 +315,8 @@ class Planner:
             mixing = Mixing(given, exact_tangents=bool(decision.magnified), low_gradients=reduces_low)
             step = step._replace(reads=tuple(reads), operation=self._mixed(mixing))
         if isinstance(decision.found.rule, ReplacingRule) and not decision.magnified:
-            chosen = decision.found.rule.at(self._site(eqn, decision, ins, step, asked))
+            site = self._site(eqn, decision, ins, step, asked)
+            chosen = decision.found.rule.at(site) if self.setting.may_replace else IN_A_RULE
             if isinstance(chosen, Replacement):  # JAX would differentiate one with a float32 result in float32
                 return self._replaced(chosen, step)
             step = step._replace(reason=Reason(Why.NOT_REPLACED, chosen))
@@ -396,6 +399,9 @@ class Planner:
             or (entry.lazy and not inert)
         )
         return Step(Mode.ENTER, tuple(reads), tuple(outs), None, decision.reason, found, touched, entry, tuple(plans))
+
+
+IN_A_RULE = "a user's custom_jvp rule has it, which must stay linear in its tangents"
 
 
 class _Asked(NamedTuple):

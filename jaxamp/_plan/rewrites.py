@@ -55,8 +55,11 @@ class Rewriter(Protocol):
     def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()) -> Any:
         """Plan a jaxpr that came up while running. `magnified`: which results a decomposition or a solve reads."""
 
-    def fresh(self) -> "Rewriter":
-        """A rewriter without this one's memory, for functions that outlive the trace."""
+    def fresh(self, may_replace: bool = True) -> "Rewriter":
+        """A rewriter without this one's memory, for functions that outlive the trace.
+
+        `may_replace`: whether rules may give matmuls other bodies.
+        """
 
     @property
     def is_transformed(self) -> bool:
@@ -117,6 +120,7 @@ def rewrite_shard_map(rewriter: Rewriter, eqn: Any, step: Any, operands: list[An
 def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rule is kept: it is the jvp of the equation as written, traced and rewritten like the body."""
     plan, results, own = step.bodies[0], len(eqn.outvars), rewriter.fresh()
+    in_rule = rewriter.fresh(may_replace=False)  # its tangents must stay linear
 
     def primal(*xs: Any) -> list[Any]:
         return own.evaluate(plan, xs)
@@ -134,8 +138,8 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
         with own_lines():
             traced = jax.make_jaxpr(pushforward)(avals, [avals[i].to_tangent_aval() for i in differentiated])
         magnified = plan.magnified and (*plan.magnified, *(plan.magnified[i] for i in moved))
-        inside = own.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path, magnified)
-        made = own.evaluate(inside, [*xs, *ts])
+        inside = in_rule.plan(traced, [*plan.ins, *(plan.ins[i] for i in differentiated)], plan.path, magnified)
+        made = in_rule.evaluate(inside, [*xs, *ts])
         tangents = _cast_all(made[results:], [plan.outs[i] for i in moved])
         return Pushed(_cast_all(made[:results], plan.outs), dict(zip(moved, tangents, strict=True)))
 

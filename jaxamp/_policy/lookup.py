@@ -63,6 +63,12 @@ class Lookup:
             found = self._found[path, primitive] = self._find(path, primitive)
         return found
 
+    def mistaken(self) -> list[str]:
+        """Keys that name a scope which no operation was in, and a primitive that some operations had."""
+        scopes = {scope for path, _ in self._found for scope in path}
+        names = {primitive.name for _, primitive in self._found}
+        return sorted(key for key in self._rules if isinstance(key, str) and key in names and key not in scopes)
+
     def communication(self, path: tuple[str, ...]) -> Communication:
         """What is said of values that are sent inside the named scopes `path`."""
         if path not in self._sent:

@@ -20,7 +20,7 @@ from .._primitives.quantized_matmul import Quantizing, Recipe, quantized_matmul
 from .._traits import traits_of
 from .rules import Replacement, ReplacingRule, Rule, Site, use_compute_precision
 
-Scaling = Literal["current", "none"]
+Scaling = Literal["current", "delayed", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Quantization(ReplacingRule):
     weight_gradients: NumberFormat | None
     scaling: Scaling = "current"
     powers_of_two: bool = False
+    history: int = 16
     least_size: float = 0
     first_layer: bool = True
     last_layer: bool = True
@@ -43,9 +44,9 @@ class Quantization(ReplacingRule):
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(
-            self.operands, self.gradients, self.weight_gradients, self.scaling == "current", self.powers_of_two
-        )
+        formats = self.operands, self.gradients, self.weight_gradients
+        history = self.history if self.scaling == "delayed" else 0
+        return Recipe(*formats, self.scaling != "none", self.powers_of_two, history)
 
     def at(self, site: Site) -> "Replacement | str":
         """The body of a matmul at one place of a program, or why it is not quantised there."""
@@ -86,6 +87,7 @@ def use_formats(
     weight_gradients: Any = None,
     scaling: Scaling = "current",
     powers_of_two: bool = False,
+    history: int = 16,
     least_size: float = 0,
     first_layer: bool = True,
     last_layer: bool = True,
@@ -103,16 +105,21 @@ def use_formats(
         gradients: The format of cotangents where gradients of activations are made of them; `"compute"` for the compute
             dtype.
         weight_gradients: The same for gradients of parameters; as `gradients` if None.
-        scaling: `"current"`: one scale for each tensor, so that its largest number is the format's. `"none"`: numbers
-            are rounded as they are. Formats with scales of their own, such as `mxfp8`, use those.
+        scaling: `"current"`: one scale for each tensor, so that its largest number is the format's. `"delayed"`: so
+            that the largest number of earlier steps is, which `jaxamp.init_scales` and
+            `jaxamp.delayed_scale_value_and_grad` pass on from step to step; without them as `"current"`. `"none"`:
+            numbers are rounded as they are. Formats with scales of their own, such as `mxfp8`, use those.
         powers_of_two: Whether scales are rounded up to powers of two.
+        history: With delayed scaling, how many earlier steps count.
         least_size: Matmuls whose 1/(1/m + 1/n + 1/k) is below this stay in the compute dtype: rounding would take
             longer than it saves.
         first_layer: Whether a matmul is quantised that reads the function's arguments and nothing computed from them.
         last_layer: Whether one is that no other matmul depends on.
         attention: Whether one of two activations, with a batch axis, is.
 
-    Under a key that names a scope, the last four are not asked: `{"blocks": use_formats()}` means each matmul there.
+    Returns:
+        A rule. Under a key that names a scope, the last four arguments are not asked: `{"blocks": use_formats()}` means
+        each matmul there.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> rule = use_formats("e2m1", gradients="e5m2", scaling="none")
@@ -122,8 +129,9 @@ def use_formats(
     [[6.0]]
     """
     given = {"operands": operands, "gradients": gradients, "weight_gradients": weight_gradients, "scaling": scaling}
-    more = {"powers_of_two": powers_of_two, "first_layer": first_layer, "last_layer": last_layer}
-    return quantization(given | more | {"least_size": least_size, "attention": attention}, "use_formats")
+    more = {"powers_of_two": powers_of_two, "history": history, "least_size": least_size}
+    where = {"first_layer": first_layer, "last_layer": last_layer, "attention": attention}
+    return quantization(given | more | where, "use_formats")
 
 
 def quantization(words: dict[str, Any], caller: str, before: Quantization | None = None) -> Quantization:
@@ -178,6 +186,10 @@ def _checked(caller: str, name: str, word: Any) -> Any:
                 + (nearest(str(word), words) or " Write scaling='current'.")
             )
         return word
+    if name == "history":
+        if isinstance(word, bool) or not isinstance(word, int | np.integer) or word < 1:
+            raise ValueError(f"{caller} got history={word!r}; expected a number of steps, 1 or more. Write history=16.")
+        return int(word)
     if name == "least_size":
         if isinstance(word, bool) or not isinstance(word, int | float | np.number) or not word >= 0:
             raise ValueError(

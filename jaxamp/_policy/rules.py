@@ -29,7 +29,23 @@ Rule = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
 def use_original_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Run the operation as it was written."""
+    """Run the operation as it was written.
+
+    Args:
+        compute_dtype: What `amp` was given.
+        original_dtypes: The dtypes of the operands as the program was written.
+        *invars: The operands, in the dtypes that they have now.
+        **bind_params: The parameters of the operation.
+
+    Returns:
+        The operands and the parameters that the operation runs with.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> x, f32 = jnp.ones(2), jnp.dtype("float32")
+    >>> operands, params = jaxamp.use_original_precision(jnp.bfloat16, [f32], x.astype("bfloat16"))
+    >>> [operand.dtype.name for operand in operands]
+    ['float32']
+    """
     return [cast(x, dtype) for x, dtype in zip(invars, original_dtypes, strict=True)], bind_params
 
 
@@ -41,6 +57,21 @@ def use_compute_precision(
     Integers, complex numbers and float64 are left alone, and so is an operation that has no float32 operand. In a
     policy the planner refuses more, see `jaxamp.amp`: positions, matmuls that ask for `Precision.HIGHEST`, outer
     products.
+
+    Args:
+        compute_dtype: What `amp` was given.
+        original_dtypes: The dtypes of the operands as the program was written.
+        *invars: The operands, in the dtypes that they have now.
+        **bind_params: The parameters of the operation.
+
+    Returns:
+        The operands and the parameters that the operation runs with.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> x, f32 = jnp.ones(2), jnp.dtype("float32")
+    >>> operands, params = jaxamp.use_compute_precision(jnp.bfloat16, [f32], x)
+    >>> [operand.dtype.name for operand in operands]
+    ['bfloat16']
     """
     compute_dtype = np.dtype(compute_dtype)
     if not any(
@@ -70,7 +101,23 @@ def lowered_params(params: dict[str, Any], compute_dtype: np.dtype) -> dict[str,
 def use_widest_precision(
     compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Run the operation in the widest dtype that one of its operands has now."""
+    """Run the operation in the widest dtype that one of its operands has now.
+
+    Args:
+        compute_dtype: What `amp` was given.
+        original_dtypes: The dtypes of the operands as the program was written.
+        *invars: The operands, in the dtypes that they have now.
+        **bind_params: The parameters of the operation.
+
+    Returns:
+        The operands and the parameters that the operation runs with.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> x, f32 = jnp.ones(2), jnp.dtype("float32")
+    >>> operands, params = jaxamp.use_widest_precision(jnp.bfloat16, [f32] * 2, x, x.astype("bfloat16"))
+    >>> [operand.dtype.name for operand in operands]
+    ['float32', 'float32']
+    """
     dtypes = {x.dtype for x in invars if is_float(x) and isinstance(x, jax.Array)}
     widest = [d for d in dtypes if d.itemsize == max(e.itemsize for e in dtypes)]
     if len(widest) != 1:  # float16 beside bfloat16, or nothing but constants
@@ -85,25 +132,65 @@ def use_inferred_precision(
 
     The planner decides from the sensitivity of each operand and from the readers of the result. Called by hand, without
     that knowledge, it runs low when an operand is in the compute dtype.
+
+    Args:
+        compute_dtype: What `amp` was given.
+        original_dtypes: The dtypes of the operands as the program was written.
+        *invars: The operands, in the dtypes that they have now.
+        **bind_params: The parameters of the operation.
+
+    Returns:
+        The operands and the parameters that the operation runs with.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> x, f32 = jnp.ones(2), jnp.dtype("float32")
+    >>> operands, params = jaxamp.use_inferred_precision(jnp.bfloat16, [f32] * 2, x, x.astype("bfloat16"))
+    >>> [operand.dtype.name for operand in operands]
+    ['bfloat16', 'bfloat16']
     """
     if any(is_float(x) and x.dtype == compute_dtype for x in invars):
         return use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params)
     return use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params)
 
 
-def use_precision(dtype: Any) -> Rule:
-    """A rule that runs the operation in `dtype`, whatever the compute dtype is."""
-    target = checked_float_dtype("use_precision", dtype, "Write for example use_precision(jnp.float32).")
+@dataclasses.dataclass(frozen=True, repr=False)
+class GivenPrecision:
+    """A rule that runs an operation in one dtype. See `use_precision`."""
 
-    def use_given_precision(
-        compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+    dtype: np.dtype
+
+    @property
+    def __name__(self) -> str:
+        return f"use_precision({self.dtype.name})"
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(
+        self, compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        invars = tuple(cast(x, target) if is_float(x) else x for x in invars)
+        invars = tuple(cast(x, self.dtype) if is_float(x) else x for x in invars)
         if bind_params.get("preferred_element_type") is not None and any(map(is_float, invars)):
-            bind_params = {**bind_params, "preferred_element_type": target}
+            bind_params = {**bind_params, "preferred_element_type": self.dtype}
         return invars, bind_params
 
-    return use_given_precision
+
+def use_precision(dtype: Any) -> Rule:
+    """A rule that runs the operation in one dtype, whatever the compute dtype is.
+
+    Args:
+        dtype: A float dtype, or its name.
+
+    Returns:
+        A rule, for a policy.
+
+    >>> import jax, jaxamp
+    >>> jaxamp.default_amp_policy | {jax.lax.tanh_p: use_precision("float32")} == jaxamp.default_amp_policy
+    False
+    >>> use_precision("float32")
+    use_precision(float32)
+    """
+    return GivenPrecision(checked_float_dtype("use_precision", dtype, "Write for example use_precision(jnp.float32)."))
 
 
 class Site(NamedTuple):
@@ -160,6 +247,9 @@ def use_replacement(body: Callable[..., Any], *, name: str | None = None, format
         name: What reports call the rule; the body's name if None.
         format: The number format that the body multiplies in, for the totals of a report, such as "int8". Without it,
             and in the backward pass, reports read the dtypes off the equations.
+
+    Returns:
+        A rule, for a policy.
 
     Where `use_compute_precision` would leave an operation alone (positions, integers, `Precision.HIGHEST`), the
     operation keeps its own body.

@@ -39,6 +39,7 @@ from .._errors import nearest
 from .._traits import declared
 from .communication import COMMUNICATION, FIELDS, Communication
 from .lookup import PINS, Key, Policy
+from .mapping import FrozenPolicy
 from .quantization import FIELDS as QUANTIZED
 from .quantization import Quantization, quantization
 from .rules import WORDS, ByTarget, Rule, use_original_precision
@@ -55,7 +56,14 @@ def _folder() -> Path:
 
 
 def presets() -> tuple[str, ...]:
-    """The names of the policies that come with jaxamp."""
+    """Name the policies that come with jaxamp.
+
+    Returns:
+        Names, for `amp_policy=`.
+
+    >>> presets()
+    ('conservative', 'default', 'fast', 'fp8', 'fp8_delayed', 'torch')
+    """
     return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
 
 
@@ -253,17 +261,17 @@ def _parse_toml(name: str, text: str) -> dict[str, Any]:
 
 
 @functools.cache
-def load_preset(name: str) -> Policy:
+def load_preset(name: str) -> FrozenPolicy:
     """The policy of a preset."""
     path = _folder() / f"{name}.toml"
-    return MappingProxyType(_parse(_Table(f"policies/{name}.toml", path.read_text(encoding="utf-8"), (path,))))
+    return FrozenPolicy(_parse(_Table(f"policies/{name}.toml", path.read_text(encoding="utf-8"), (path,))), name)
 
 
-def load_table(path: Path, chain: tuple[Path, ...] = ()) -> Policy:
+def load_table(path: Path, chain: tuple[Path, ...] = ()) -> FrozenPolicy:
     """The policy of the table at a path, which the tables of `chain` extend."""
     if path.suffix != ".toml" or not path.is_file():
         raise FileNotFoundError(
             f"amp_policy is the path {str(path)!r}, where there is no file; expected a policy table. "
             "Write its path, or a preset's name: " + ", ".join(presets()) + "."
         )
-    return MappingProxyType(_parse(_Table(str(path), _read(path), (*chain, path.resolve()))))
+    return FrozenPolicy(_parse(_Table(str(path), _read(path), (*chain, path.resolve()))), str(path))

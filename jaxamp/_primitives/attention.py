@@ -71,6 +71,9 @@ def dot_product_attention(
             cuDNN can't; None for the faster of the two.
         return_residual: Whether to return the logarithm of the softmax's sum as well.
 
+    Returns:
+        The attended values, of the shape and dtype of `query`.
+
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> q = k = v = jnp.ones((2, 8, 4, 16))
     >>> attend = jaxamp.amp(jaxamp.dot_product_attention, compute_dtype=jnp.bfloat16)

@@ -2,9 +2,9 @@
 
     q = format(x / scale),        scale = largest |x| / largest number of the format
 
-`scale` is a primitive because of `vmap`: a batch has one scale, as the matmul of the whole batch wants it. `quantize`
-is one because of its derivative: a quantised value is there to be multiplied, and the matmul is given the value before
-rounding too, to differentiate by (`quantized_matmul.py`).
+`scale` is a primitive because of `vmap`: a batch has one scale, as the matmul of the whole batch wants it; so is
+`largest`, its first half. `quantize` is one because of its derivative: a quantised value is there to be multiplied, and
+the matmul is given the value before rounding too, to differentiate by (`quantized_matmul.py`).
 
 Where JAX has a dtype for the format, the result is a byte for each entry: the bits, as integers, because
 `jax.checkpoint` passes all floats that it keeps through `reduce_precision`, which knows nothing of fp8's last numbers.
@@ -28,8 +28,10 @@ from .._number_formats.number_format import KNOWN, NumberFormat
 from .._number_formats.quantize import quantize as emulated
 from .._number_formats.scales import scale_for
 from .._traits import Traits, declare
+from .barriers import ROW_MAJOR
 
 SCALE = Primitive("scale")
+LARGEST = Primitive("largest")
 CHECKSUM = Primitive("checksum")
 QUANTIZE = Primitive("quantize")
 QUANTIZE.multiple_results = True
@@ -99,17 +101,25 @@ def refuse_second_derivative() -> NoReturn:
     )
 
 
-def _find_largest(x: Any) -> Any:
-    """Of the numbers that are finite: one that is not must not take the scale of all others with it."""
+def largest_of(x: Any) -> Any:
+    """The largest magnitude of the finite numbers of an array, as a float32."""
+    return LARGEST.bind(x, axes=())
+
+
+def _find_largest(x: Any, *, axes: tuple[Any, ...]) -> Any:
+    """Of the numbers that are finite: one that is not must not take the scale of all others with it.
+
+    `axes`: of a mesh, over which devices have parts of the array.
+    """
     size = lax.abs(x)
     largest = jnp.max(lax.select(lax.is_finite(x), size, jnp.zeros_like(size)), initial=0)
-    return lax.convert_element_type(largest, np.float32)
+    largest = lax.convert_element_type(largest, np.float32)
+    return lax.pmax(largest, axes) if axes else largest
 
 
 def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tuple[Any, ...]) -> Any:
-    """Rounded up to a few bits. `axes`: of a mesh, over which devices have parts of the array."""
-    largest = _find_largest(x)
-    scale = scale_for(lax.pmax(largest, axes) if axes else largest, format)
+    """Rounded up to a few bits."""
+    scale = scale_for(_find_largest(x, axes=axes), format)
     dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
     slack = np.uint32(2)  # units in the last place that a scale may be off, and is not rounded up for
     bits = lax.bitcast_convert_type(scale, np.uint32) + np.uint32((1 << int(dropped)) - 1) - slack
@@ -123,7 +133,12 @@ def _add_bits(x: Any) -> Any:
 
 
 def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dtype, axis: int) -> Any:
-    """Saturates what is finite. The rest stays so, for a loss scaler to see: NaN where the format has no infinity."""
+    """Saturates what is finite. The rest stays so, for a loss scaler to see: NaN where the format has no infinity.
+
+    Bits are laid out in the order of their axes. cuBLAS wants an operand of some matmuls turned; left to itself, XLA
+    turns everything from there back to the float32 weight, its magnitudes and a mask too. It can turn the bytes while
+    it makes them.
+    """
     wide = lax.convert_element_type(x, np.float32)
     scaled = wide if format.is_scaled else wide * (1 / scale)
     if format in _NATIVE:
@@ -131,7 +146,7 @@ def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dt
         rounded = lax.convert_element_type(
             lax.select(lax.is_finite(wide), lax.clamp(-limit, scaled, limit), wide), dtype
         )
-        return lax.bitcast_convert_type(rounded, np.uint8), scale
+        return ROW_MAJOR.bind(lax.bitcast_convert_type(rounded, np.uint8)), scale
     rounded = emulated(scaled, format, key=seed[0] if seed else None, axis=axis)
     return lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype), scale
 
@@ -193,7 +208,7 @@ def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], ba
     batching.primitive_batchers[own] = batch
 
 
-for _own, _fun in ((SCALE, _find_scale), (CHECKSUM, _add_bits)):
+for _own, _fun in ((SCALE, _find_scale), (LARGEST, _find_largest), (CHECKSUM, _add_bits)):
     _define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
     declare(_own, Traits(reduces=True, kept=lambda *avals, **params: True, fixed_dtype=True))
 _define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)

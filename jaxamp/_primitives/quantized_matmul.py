@@ -40,10 +40,15 @@ class Recipe(NamedTuple):
     weight_gradients: NumberFormat | None  # and where that by a parameter is
     is_scaled: bool = True  # whether there are scales, one for each tensor
     powers_of_two: bool = False  # whether they are
+    history: int = 0  # how many maxima of earlier steps a scale is made of, if there is a state; 0: none
+
+    def has_scale(self, format: NumberFormat) -> bool:
+        """Whether we find the scale. A format that finds scales of its own, such as `mxfp8`, needs none."""
+        return self.is_scaled and not format.is_scaled
 
     def scale_of(self, x: Any, format: NumberFormat) -> Any:
-        """The scale for an array. A format that finds scales of its own, such as `mxfp8`, needs none."""
-        if format.is_scaled or not self.is_scaled:
+        """The scale for an array, or for a largest number."""
+        if not self.has_scale(format):
             return jnp.ones((), np.float32)
         return scale_of(x, format, self.powers_of_two)
 
@@ -55,6 +60,17 @@ class Quantizing(NamedTuple):
     compute_dtype: np.dtype
     given: tuple[bool, bool] = (False, False)  # which operands stay in memory in any case
     weights: tuple[bool, bool] = (False, False)  # which are parameters
+    is_delayed: bool = False  # whether the largest cotangent of earlier steps is an operand, before the rest
+
+    @property
+    def scales_gradients(self) -> bool:
+        """Whether cotangents get a scale from us."""
+        formats = (_gradient_format(self, i) for i in range(2))
+        return any(format_ is not None and self.recipe.has_scale(format_) for format_ in formats)
+
+    def split(self, more: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The operands after the quantised ones: the largest cotangent, if it is one of them, and the rest."""
+        return more[: self.is_delayed], more[self.is_delayed :]
 
 
 class Derivative(NamedTuple):
@@ -134,18 +150,21 @@ def _quantized(base: Primitive) -> Primitive:
     own = Primitive(f"quantized_{base.name}")
 
     def lower(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
-        qx, scale_x, qw, scale_w, *rest = more
+        qx, scale_x, qw, scale_w, *after = more
+        _, rest = quantizing.split(after)
         x, w = (numbers(q, quantizing.recipe.operands) for q in (qx, qw))
         return _product(base, x, w, scale_x * scale_w, rest, params, quantizing.compute_dtype)
 
     def abstract_eval(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
-        return base.abstract_eval(*_low_avals([x, w], quantizing.compute_dtype), *more[4:], **params)[0]
+        _, rest = quantizing.split(more[4:])
+        return base.abstract_eval(*_low_avals([x, w], quantizing.compute_dtype), *rest, **params)[0]
 
     def jvp(primals: Any, tangents: Any, *, quantizing: Quantizing, **params: Any) -> tuple[Any, Any]:
-        values, rounded, rest = primals[:2], (Quantized(*primals[2:4]), Quantized(*primals[4:6])), primals[6:]
+        values, rounded = primals[:2], (Quantized(*primals[2:4]), Quantized(*primals[4:6]))
+        largest, rest = quantizing.split(primals[6:])
         if rounded[0].q.dtype.itemsize == 1:  # the plain base, which the user's checkpoint policies know by name
             once = [part for one in rounded for part in (ONCE.bind(*one), one.scale)]
-            out = lower(*values, *once, *rest, quantizing=quantizing, **params)
+            out = lower(*values, *once, *primals[6:], quantizing=quantizing, **params)
         else:
             out = own.bind(*primals, quantizing=quantizing, **params)
 
@@ -158,22 +177,25 @@ def _quantized(base: Primitive) -> Primitive:
             is_rounded = not quantizing.given[other] and quantizing.recipe.operands.block == "tensor"
             derivative = Derivative(quantizing, i, format_, is_rounded)
             operand = rounded[other].q if is_rounded else values[other]
-            return _bind_derivative(base, tangents[i], operand, rounded[other].scale, rest, derivative, params)
+            scales = [rounded[other].scale, *largest]
+            return _bind_derivative(base, tangents[i], operand, scales, rest, derivative, params)
 
         parts = [with_tangent(i) for i in range(2) if type(tangents[i]) is not ad.Zero]
         return out, functools.reduce(ad.add_tangents, parts) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, quantizing: Quantizing, **params: Any) -> Any:
-        check_scales(dims[3], dims[5])
+        largest, rest = quantizing.split(operands[6:])
+        after = len(operands) - len(rest)
+        check_scales(dims[3], *dims[5:after])
         *first, qx, scale_x, qw, scale_w = operands[:6]
-        pairs = [(first[0], qx), (first[1], qw), *((x,) for x in operands[6:])]
+        pairs = [(first[0], qx), (first[1], qw), *((x,) for x in rest)]
 
         def multiply(ins: Sequence[Any], params: dict[str, Any]) -> Any:
             (x, qx), (w, qw), *rest = ins
             rest = [x for (x,) in rest]
-            return (own.bind(x, w, qx, scale_x, qw, scale_w, *rest, quantizing=quantizing, **params),)
+            return (own.bind(x, w, qx, scale_x, qw, scale_w, *largest, *rest, quantizing=quantizing, **params),)
 
-        places = [*dims[:2], *dims[6:]]
+        places = [*dims[:2], *dims[after:]]
         return _batched(base, axis_data, pairs, places, params, quantizing.compute_dtype, multiply)
 
     _declare(own, base, lambda params: params["quantizing"].recipe.operands)
@@ -198,27 +220,30 @@ def _bind_derivative(
     base: Primitive,
     tangent: Any,
     other: Any,
-    scale: Any,
+    scales: Sequence[Any],
     rest: Sequence[Any],
     derivative: Derivative,
     params: dict[str, Any],
 ) -> Any:
-    return _with_quantized(base).bind(tangent, other, scale, *rest, derivative=derivative, **params)
+    return _with_quantized(base).bind(tangent, other, *scales, *rest, derivative=derivative, **params)
 
 
 @functools.cache
 def _with_quantized(base: Primitive) -> Primitive:
-    """The form of a base primitive with operands: a tangent, the other operand, its scale, and the rest."""
+    """The form of a base primitive with operands: a tangent, the other operand, its scale, the largest cotangent if
+    that is known, and the rest."""
     own = Primitive(f"{base.name}_with_quantized")
 
-    def lower(t: Any, other: Any, scale: Any, *rest: Any, derivative: Derivative, **params: Any) -> Any:
+    def lower(t: Any, other: Any, scale: Any, *more: Any, derivative: Derivative, **params: Any) -> Any:
+        _, rest = derivative.quantizing.split(more)
         low, axes = derivative.quantizing.compute_dtype, _contracted(base, *derivative.ordered(t, other), params)
         rounded = _rounded_again(other, scale, axes[1 - derivative.side], derivative)
         value = dequantized(rounded, derivative.quantizing.recipe.operands, low)
         both = derivative.ordered(lax.convert_element_type(t, low), value)
         return mixed(base, [*both, *rest], params, low)
 
-    def abstract_eval(t: Any, other: Any, scale: Any, *rest: Any, derivative: Derivative, **params: Any) -> Any:
+    def abstract_eval(t: Any, other: Any, scale: Any, *more: Any, derivative: Derivative, **params: Any) -> Any:
+        _, rest = derivative.quantizing.split(more)
         both = _low_avals(derivative.ordered(t, other), derivative.quantizing.compute_dtype)
         return base.abstract_eval(*both, *rest, **params)[0]
 
@@ -227,20 +252,22 @@ def _with_quantized(base: Primitive) -> Primitive:
             refuse_second_derivative()
         return own.bind(*primals, **params), own.bind(tangents[0], *primals[1:], **params)
 
-    def transpose(ct: Any, t: Any, other: Any, scale: Any, *rest: Any, derivative: Derivative, **params: Any) -> Any:
-        made = _transposed(base, t.aval, derivative, tuple(params.items()))(ct, other, scale, *rest)
-        return [made, *[None] * (2 + len(rest))]
+    def transpose(ct: Any, t: Any, other: Any, scale: Any, *more: Any, derivative: Derivative, **params: Any) -> Any:
+        made = _transposed(base, t.aval, derivative, tuple(params.items()))(ct, other, scale, *more)
+        return [made, *[None] * (2 + len(more))]
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, derivative: Derivative, **params: Any) -> Any:
-        check_scales(dims[2])
-        scale, both = operands[2], [(x,) for x in derivative.ordered(*operands[:2])]
+        largest, rest = derivative.quantizing.split(operands[3:])
+        after = len(operands) - len(rest)
+        check_scales(*dims[2:after])
+        scales, both = [operands[2], *largest], [(x,) for x in derivative.ordered(*operands[:2])]
 
         def multiply(ins: Sequence[Any], params: dict[str, Any]) -> Any:
             first, second, *rest = (x for (x,) in ins)
             t, other = derivative.ordered(first, second)
-            return (_bind_derivative(base, t, other, scale, rest, derivative, params),)
+            return (_bind_derivative(base, t, other, scales, rest, derivative, params),)
 
-        pairs, places = [*both, *((x,) for x in operands[3:])], [*derivative.ordered(*dims[:2]), *dims[3:]]
+        pairs, places = [*both, *((x,) for x in rest)], [*derivative.ordered(*dims[:2]), *dims[after:]]
         return _batched(base, axis_data, pairs, places, params, derivative.quantizing.compute_dtype, multiply)
 
     _declare(own, base, lambda params: params["derivative"].quantizing.compute_dtype)
@@ -270,11 +297,13 @@ def _transposed(
         out = ad.primitive_transposes[base](ct, *both, *rest, **settings)[side]
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
-    def transposed(ct: Any, other: Any, scale: Any, *rest: Any) -> Any:
+    def transposed(ct: Any, other: Any, scale: Any, *more: Any) -> Any:
+        largest, rest = derivative.quantizing.split(more)
         traced = jax.make_jaxpr(rule)(*_low_avals([jax.typeof(ct), jax.typeof(other)], low), *rest)
         traced = _without_transpose(traced) if base is lax.dot_general_p else traced
         axes = _contracted_backward(base, traced)
-        q = quantize(ct, recipe.scale_of(ct, derivative.format), derivative.format, low, axes[0])
+        scale_of_ct = recipe.scale_of(largest[0] if largest else ct, derivative.format)
+        q = quantize(ct, scale_of_ct, derivative.format, low, axes[0])
         beside = _rounded_again(other, scale, axes[1], derivative)
 
         def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core.primitives import all_gather_p
+from jax.extend.core.primitives import all_gather_p, sharding_constraint_p
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
@@ -26,11 +26,12 @@ from .._traits import Traits, declare
 
 
 @functools.cache
-def sent_low(base: Primitive, stays_low: bool = False) -> Primitive:
+def sent_low(base: Primitive, stays_low: bool = False, is_quantized: bool = False) -> Primitive:
     """The low form of a primitive of one operand, with two more parameters: the dtype `low`, and `reduce`.
 
     `stays_low`: its result has that dtype too. If the dtype is that of the operand, it is sent as it is. Bytes are the
-    bits of numbers of that dtype, and stay bytes.
+    bits of numbers of that dtype, and stay bytes. `is_quantized`: quantised matmuls read it. XLA would sum their
+    gradients on all devices, multiply the sums by a scale, and take a part then; so there is no constraint on these.
     """
     own = Primitive(f"low_{base.name}")
 
@@ -49,7 +50,9 @@ def sent_low(base: Primitive, stays_low: bool = False) -> Primitive:
     def jvp(primals: Any, tangents: Any, *, low: np.dtype, reduce: str, **params: Any) -> tuple[Any, Any]:
         (x,), (tangent,) = primals, tangents
         out = sent_low(base, stays_low=True).bind(x, low=low, reduce=reduce, **params)
-        if reduce == "float32":
+        if is_quantized and base is sharding_constraint_p:
+            moved = tangent
+        elif reduce == "float32":
             moved = base.bind(tangent, **params)
         else:
             moved = reduced_low(base).bind(tangent, low=low, reduce=reduce, **params)

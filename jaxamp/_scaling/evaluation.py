@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._compat import EARLY_INLINE, varying_axes
 from .._primitives.fused_sum import fused_sum
+from .._transform.delayed_scales import DelayedScales
 from .._tree import all_along_axes, is_inexact_array, mean_along_axes, wider_dtype
 from .cotangent import largest_cotangent
 from .scale_tree import unscale_tree
@@ -59,7 +60,18 @@ def evaluation_of(
         if varying_axes(loss_is_finite) <= varying_axes(finite):  # otherwise devices that must agree would not
             retryable = loss_is_finite
     max_scale = FLOAT32_MAX if loss is None else largest_cotangent(loss.dtype)
-    return Evaluation(assemble(unscale_tree(scaled_grads, scale)), finite, retryable, underflow, max_scale)
+    return Evaluation(assemble(_unscaled(scaled_grads, scale)), finite, retryable, underflow, max_scale)
+
+
+def _is_no_gradient(x: Any) -> bool:
+    """Whether it is what a step with delayed scaling saw: maxima, which the scale is no factor of."""
+    return isinstance(x, DelayedScales)
+
+
+def _unscaled(scaled_grads: Any, scale: jax.Array) -> Any:
+    leaves, structure = jax.tree.flatten(scaled_grads, is_leaf=_is_no_gradient)
+    grads = iter(unscale_tree([x for x in leaves if not _is_no_gradient(x)], scale))
+    return jax.tree.unflatten(structure, [x if _is_no_gradient(x) else next(grads) for x in leaves])
 
 
 def _underflow(scaled_grads: Any, scale: jax.Array) -> jax.Array:
@@ -67,7 +79,8 @@ def _underflow(scaled_grads: Any, scale: jax.Array) -> jax.Array:
 
     So one pass over the gradients gives both.
     """
-    leaves = [x for x in jax.tree.leaves(scaled_grads) if is_inexact_array(x) and x.size]
+    found = jax.tree.leaves(scaled_grads, is_leaf=_is_no_gradient)
+    leaves = [x for x in found if is_inexact_array(x) and x.size]
     return _count_underflows(leaves, scale) / max(1, sum(x.size for x in leaves))
 
 

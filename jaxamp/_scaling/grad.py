@@ -6,10 +6,9 @@ and recomputed if they overflow (`evaluation.py`, `step.py`, `retry.py`).
 """
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -18,46 +17,56 @@ import numpy as np
 
 from .._jaxpr import along
 from .._transform.call import split_call
+from .._transform.loss_scaling import is_scaled_already, scaling
 from .._transform.nnx_state import has_modules, loaded_nnx, node_test, nodes_of, split_nodes
 from .._tree import is_inexact_array, is_inexact_array_like, is_none
 from .cotangent import as_cotangent, scale_cotangent
 from .evaluation import Evaluation, evaluation_of
 from .nnx_snapshot import snapshot_of
+from .signatures import ScaledFunction, ScaledGrad, wraps_with_state
 from .state import DynamicScalerState, check_state
 from .step import scaler_step
+
+P = ParamSpec("P")
+First = TypeVar("First")
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+Out = TypeVar("Out")
 
 _STATE = "dynamic_scaler_state"
 
 
-def _wraps_with_state(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a wrapper the name of `fun`, and its signature plus `dynamic_scaler_state`.
-
-    `equinox.filter_jit` binds arguments to the signature.
-    """
-
-    def wrap(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(wrapper, fun, updated=())
-        del wrapper.__wrapped__  # type: ignore[attr-defined]  # it would keep the arrays of an Equinox module alive
-        try:
-            signature = inspect.signature(fun)
-        except (TypeError, ValueError):  # some builtins have none
-            return wrapper
-        if _STATE in signature.parameters:
-            raise TypeError(
-                f"{wrapper.__name__} already takes an argument {_STATE!r}; expected a function without it, because "
-                "jaxamp adds it. Rename that argument."
-            )
-        parameters = list(signature.parameters.values())
-        extra = inspect.Parameter(_STATE, inspect.Parameter.KEYWORD_ONLY, default=None)
-        at = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
-        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*parameters[:at], extra, *parameters[at:]], return_annotation=inspect.Signature.empty
-        )
-        return wrapper
-
-    return wrap
-
-
+@overload
+def dynamic_scale_grad(
+    fun: Callable[Concatenate[First, ...], tuple[Value, Aux]],
+    *,
+    has_aux: Literal[True],
+    redo_on_nan: int = ...,
+    filter: Literal[True] = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+) -> ScaledGrad[First, tuple[First, Aux]]: ...
+@overload
+def dynamic_scale_grad(
+    fun: Callable[Concatenate[First, ...], Value],
+    *,
+    has_aux: Literal[False] = ...,
+    redo_on_nan: int = ...,
+    filter: Literal[True] = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+) -> ScaledGrad[First, First]: ...
+@overload
+def dynamic_scale_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = ...,
+    redo_on_nan: int = ...,
+    filter: bool = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+    **kwargs: Any,
+) -> ScaledFunction[Any]: ...
 def dynamic_scale_grad(
     fun: Callable[..., Any],
     *,
@@ -67,8 +76,21 @@ def dynamic_scale_grad(
     axis_name: Any = None,
     state_if_finite: bool = False,
     **kwargs: Any,
-) -> Callable[..., Any]:
-    """Like `dynamic_scale_value_and_grad`, without the value: `(next_state, grads)`, or `(next_state, (grads, aux))`.
+) -> Any:
+    """Differentiate a loss with dynamic loss scaling, without its value. See `dynamic_scale_value_and_grad`.
+
+    Args:
+        fun: The loss, most often `jaxamp.amp(loss_fn)`.
+        has_aux: Whether `fun` returns a pair, as in `jax.grad`.
+        redo_on_nan: How many times to recompute non-finite gradients at a smaller scale.
+        filter: If `True`, as `equinox.filter_grad`; if `False`, as `jax.grad`.
+        axis_name: In `pmap` and `shard_map`, the axes along which devices take part in one step.
+        state_if_finite: Whether a step with non-finite gradients leaves the state of Flax NNX objects as it was.
+        **kwargs: Passed to `jax.value_and_grad` if `filter` is `False`.
+
+    Returns:
+        A function like `fun` with the keyword `dynamic_scaler_state`. It returns `(next_state, grads)`, or
+        `(next_state, (grads, aux))`.
 
     >>> import jax.numpy as jnp, jaxamp
     >>> grad_fn = jaxamp.dynamic_scale_grad(lambda w, x: jnp.sum(w * x))
@@ -84,6 +106,37 @@ def dynamic_scale_grad(
     return _dynamic_scale(name, fun, assemble, has_aux, redo_on_nan, filter, axis_name, state_if_finite, kwargs)
 
 
+@overload
+def dynamic_scale_value_and_grad(
+    fun: Callable[Concatenate[First, ...], tuple[Value, Aux]],
+    *,
+    has_aux: Literal[True],
+    redo_on_nan: int = ...,
+    filter: Literal[True] = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+) -> ScaledGrad[First, tuple[tuple[Value, Aux], First]]: ...
+@overload
+def dynamic_scale_value_and_grad(
+    fun: Callable[Concatenate[First, ...], Value],
+    *,
+    has_aux: Literal[False] = ...,
+    redo_on_nan: int = ...,
+    filter: Literal[True] = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+) -> ScaledGrad[First, tuple[Value, First]]: ...
+@overload
+def dynamic_scale_value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = ...,
+    redo_on_nan: int = ...,
+    filter: bool = ...,
+    axis_name: Any = ...,
+    state_if_finite: bool = ...,
+    **kwargs: Any,
+) -> ScaledFunction[Any]: ...
 def dynamic_scale_value_and_grad(
     fun: Callable[..., Any],
     *,
@@ -93,7 +146,7 @@ def dynamic_scale_value_and_grad(
     axis_name: Any = None,
     state_if_finite: bool = False,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """Differentiate a loss with dynamic loss scaling.
 
     The backward pass starts from the scale instead of one, so that small gradients don't vanish in float16; afterwards
@@ -165,7 +218,7 @@ def _dynamic_scale(
             f"differentiates the first argument: put it first, or write {name}(fun, filter=False, ...)."
         )
 
-    @_wraps_with_state(fun)
+    @wraps_with_state(fun, _STATE)
     def scaled_grad(*args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
         state = _pop_state(name, f_kwargs)
         transform: Any = jax.value_and_grad
@@ -181,10 +234,12 @@ def _dynamic_scale(
             def loss(*args: Any, **f_kwargs: Any) -> Any:
                 out = fun(*args, **f_kwargs) if filter else _with_state_kept(name, fun, args, f_kwargs)
                 value, aux = _split_loss(name, out, has_aux)
+                _check_not_scaled(name, out[0] if has_aux else out, state)
                 used = as_cotangent(scale, value.dtype)
                 return scale_cotangent(name, value, used), (used, aux)
 
-            (value, (used, aux)), grads = transform(loss, has_aux=True, **kwargs)(*args, **f_kwargs)
+            with scaling():
+                (value, (used, aux)), grads = transform(loss, has_aux=True, **kwargs)(*args, **f_kwargs)
             return evaluation_of(grads, used, axis_name, functools.partial(assemble, value, aux), value)
 
         return _step(evaluate, args, f_kwargs, state, redo_on_nan, state_if_finite)
@@ -257,12 +312,12 @@ def _nnx_value_and_grad(name: str, loss: Callable[..., Any], *, has_aux: bool) -
 
 
 def dynamic_scale_tx(
-    transform: Callable[..., Any],
+    transform: Callable[Concatenate[Any, P], Callable[..., Out]],
     redo_on_nan: int = 0,
     *,
     where: Callable[[Any], Any] | None = None,
     axis_name: Any = None,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[Callable[..., Any], P], ScaledFunction[Out]]:
     """Add a dynamic loss scaler to any transform that computes gradients.
 
     Args:
@@ -285,6 +340,16 @@ def dynamic_scale_tx(
     >>> grads
     Array([0., 1., 2.], dtype=float32)
 
+    `jax.jacrev`, and a transform of your own that returns more than gradients:
+
+    >>> state, jacobian = dynamic_scale_tx(jax.jacrev)(jnp.square)(jnp.ones(2), dynamic_scaler_state=state)
+    >>> def grad_and_norm(loss):
+    ...     return lambda w: (jax.grad(loss)(w), jnp.linalg.norm(w))
+    >>> transform = dynamic_scale_tx(grad_and_norm, where=lambda results: results[0])
+    >>> state, (grads, norm) = transform(lambda w: jnp.sum(w**2))(jnp.ones(4), dynamic_scaler_state=state)
+    >>> float(grads[0]), float(norm)
+    (2.0, 2.0)
+
     **Sharp edges**
 
     - If your own transform returns more than gradients, it needs `where`. The other results come back unchanged.
@@ -294,11 +359,17 @@ def dynamic_scale_tx(
     name = "dynamic_scale_tx"
     _check_options(name, transform, redo_on_nan)
 
-    def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def scaled_transform(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if _STATE in kwargs or not callable(fun):
+            given = f"{_STATE}, where it takes the loss" if _STATE in kwargs else f"{_describe(fun)} as the loss"
+            raise TypeError(
+                f"the transform that {name} returned got {given}; expected a function alone, and the state where its "
+                f"gradients are asked for. Write jaxamp.{name}(jax.grad)(loss_fn)(params, {_STATE}=state)."
+            )
         has_aux = bool(kwargs.get("has_aux", False))
         grads_of = where or _default_where(transform, has_aux)
 
-        @_wraps_with_state(fun)
+        @wraps_with_state(fun, _STATE)
         def scaled_fun(*f_args: Any, **f_kwargs: Any) -> tuple[DynamicScalerState, Any]:
             state = _pop_state(name, f_kwargs)
 
@@ -309,9 +380,12 @@ def dynamic_scale_tx(
                 @functools.wraps(fun, updated=())
                 def fun_with_scaled_cotangent(*f_args: Any, **f_kwargs: Any) -> Any:
                     out = fun(*f_args, **f_kwargs)
+                    for x in jax.tree.leaves(out[0] if has_aux else out):
+                        _check_not_scaled(name, x, state)
                     return (jax.tree.map(scale_leaf, out[0]), out[1]) if has_aux else jax.tree.map(scale_leaf, out)
 
-                results = transform(fun_with_scaled_cotangent, *args, **kwargs)(*f_args, **f_kwargs)
+                with scaling():
+                    results = transform(fun_with_scaled_cotangent, *args, **kwargs)(*f_args, **f_kwargs)
                 if grads_of is None:
                     return evaluation_of(results, scale, axis_name, lambda grads: grads)
                 put_back = functools.partial(eqx.tree_at, grads_of, results, is_leaf=is_none)
@@ -374,6 +448,14 @@ def _split_loss(name: str, out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             + ("Write has_aux=True if it is (loss, aux)." if maybe_aux else "Reduce it, for instance with jnp.mean.")
         )
     return jnp.asarray(value), aux
+
+
+def _check_not_scaled(name: str, loss: Any, state: DynamicScalerState) -> None:
+    if is_scaled_already(loss, state.scaler):
+        raise ValueError(
+            f"{name} got a loss that is multiplied by a loss scale already; expected the loss itself, because {name} "
+            "scales it, and its gradients would come out too large by that factor. Return the loss as it is."
+        )
 
 
 def _describe(x: Any) -> str:

@@ -6,12 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._transform.loss_scaling import note_scaled
 from .._tree import is_inexact_array_like, wider_dtype
 
 
 def scale_tree(tree: Any, scale: jax.Array) -> Any:
     """Multiply a pytree's floats by `scale`, in float32 or wider."""
-    return _map_floats(tree, scale, jnp.multiply)
+    scaled = _map_floats(tree, scale, jnp.multiply)
+    note_scaled(scaled, scale)
+    return scaled
 
 
 def unscale_tree(tree: Any, scale: jax.Array) -> Any:

@@ -91,9 +91,24 @@ class DynamicScalerState(NamedTuple):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        accumulate: int = 1,
     ) -> Self:
-        """PyTorch's `GradScaler`: bounded only by the range of float32."""
-        return cls._scheme("torch", growth_interval, growth_factor, backoff_factor, init_scale, _TINY, hysteresis=1)
+        """PyTorch's `GradScaler`: bounded only by the range of float32.
+
+        Args:
+            init_scale: The first scale.
+            growth_factor: The scale is raised by this factor.
+            backoff_factor: The scale is lowered by this factor.
+            growth_interval: How many finite steps in a row raise the scale.
+            accumulate: Micro-batches per optimizer step.
+
+        Returns:
+            The state to start from.
+
+        >>> float(DynamicScalerState.torch(accumulate=4).scaler)
+        65536.0
+        """
+        return cls._scheme("torch", growth_interval, growth_factor, backoff_factor, init_scale, _TINY, 1, accumulate)
 
     @classmethod
     def deepspeed(
@@ -102,10 +117,25 @@ class DynamicScalerState(NamedTuple):
         loss_scale_window: int = 1000,
         hysteresis: int = 2,
         min_loss_scale: float = 1.0,
+        accumulate: int = 1,
     ) -> Self:
-        """DeepSpeed's `fp16` section: the first overflow after a raise is tolerated."""
+        """DeepSpeed's `fp16` section: the first overflow after a raise is tolerated.
+
+        Args:
+            initial_scale_power: The first scale is two to this power.
+            loss_scale_window: How many finite steps in a row raise the scale.
+            hysteresis: How many overflows lower the scale.
+            min_loss_scale: The scale is not lowered below this.
+            accumulate: Micro-batches per optimizer step.
+
+        Returns:
+            The state to start from.
+
+        >>> float(DynamicScalerState.deepspeed(initial_scale_power=12).scaler)
+        4096.0
+        """
         scale = 2.0**initial_scale_power
-        return cls._scheme("deepspeed", loss_scale_window, 2.0, 0.5, scale, min_loss_scale, hysteresis)
+        return cls._scheme("deepspeed", loss_scale_window, 2.0, 0.5, scale, min_loss_scale, hysteresis, accumulate)
 
     @classmethod
     def megatron(
@@ -116,25 +146,71 @@ class DynamicScalerState(NamedTuple):
         backoff_factor: float = 0.5,
         growth_interval: int = 1000,
         hysteresis: int = 2,
+        accumulate: int = 1,
     ) -> Self:
-        """Megatron's `DynamicGradScaler`."""
+        """Megatron's `DynamicGradScaler`.
+
+        Args:
+            initial_scale: The first scale.
+            min_scale: The scale is not lowered below this.
+            growth_factor: The scale is raised by this factor.
+            backoff_factor: The scale is lowered by this factor.
+            growth_interval: How many finite steps in a row raise the scale.
+            hysteresis: How many overflows lower the scale.
+            accumulate: Micro-batches per optimizer step.
+
+        Returns:
+            The state to start from.
+
+        >>> float(DynamicScalerState.megatron().scaler)
+        4294967296.0
+        """
         return cls._scheme(
-            "megatron", growth_interval, growth_factor, backoff_factor, initial_scale, min_scale, hysteresis
+            "megatron", growth_interval, growth_factor, backoff_factor, initial_scale, min_scale, hysteresis, accumulate
         )
 
     @classmethod
-    def static(cls, scale: float) -> Self:
-        """A scale that never moves. Overflows are still detected and counted."""
-        return _as_numpy("static", cls(adjust_factor=1.0, scaler=scale))
+    def static(cls, scale: float, accumulate: int = 1) -> Self:
+        """A scale that never moves. Overflows are still detected and counted.
+
+        Args:
+            scale: The scale.
+            accumulate: Micro-batches per optimizer step.
+
+        Returns:
+            The state to start from.
+
+        >>> float(DynamicScalerState.static(128.0).adjust(False).scaler)
+        128.0
+        """
+        return _as_numpy("static", cls(adjust_factor=1.0, scaler=scale, accumulate=accumulate))
 
     @classmethod
-    def no_op(cls) -> Self:
-        """A scale of one, for bfloat16 and float32: the same training step, without scaling."""
-        return cls.static(1.0)
+    def no_op(cls, accumulate: int = 1) -> Self:
+        """A scale of one, for bfloat16 and float32: the same training step, without scaling.
+
+        Args:
+            accumulate: Micro-batches per optimizer step.
+
+        Returns:
+            The state to start from.
+
+        >>> float(DynamicScalerState.no_op().scaler)
+        1.0
+        """
+        return cls.static(1.0, accumulate)
 
     @classmethod
     def _scheme(
-        cls, name: str, interval: int, growth: float, backoff: float, scale: float, minimum: float, hysteresis: int
+        cls,
+        name: str,
+        interval: int,
+        growth: float,
+        backoff: float,
+        scale: float,
+        minimum: float,
+        hysteresis: int,
+        accumulate: int,
     ) -> Self:
         """A scheme whose `interval` between raises includes the raising step, which `patience` does not count."""
         if isinstance(interval, bool) or not isinstance(interval, int | np.integer) or interval < 1:
@@ -153,6 +229,7 @@ class DynamicScalerState(NamedTuple):
                 max_scaler=FLOAT32_MAX,
                 backoff_factor=backoff,
                 hysteresis=hysteresis,
+                accumulate=accumulate,
             ),
         )
 
@@ -164,7 +241,14 @@ class DynamicScalerState(NamedTuple):
         return jnp.equal(self.skipped, 0)
 
     def adjust(self, finite: Scalar) -> Self:
-        """The next state, given whether this step's gradients were finite."""
+        """The next state.
+
+        Args:
+            finite: Whether this step's gradients were finite, a scalar bool.
+
+        Returns:
+            The state, with its fields as arrays.
+        """
         check_bool("adjust", finite, "state.adjust(jaxamp.all_finite(grads))")
         s, finite = self.as_arrays(), jnp.asarray(finite)
         micro = jnp.where(finite, s.micro + 1, s.micro)
@@ -188,7 +272,14 @@ class DynamicScalerState(NamedTuple):
         return jnp.where(jnp.isfinite(raised), bounded, self.scaler)
 
     def lowered(self, scale: jax.Array) -> jax.Array:
-        """The scale after an overflow at `scale`; unchanged if it can't fall any further."""
+        """The scale after an overflow; unchanged if it can't fall any further.
+
+        Args:
+            scale: The scale that overflowed.
+
+        Returns:
+            The lower scale.
+        """
         lowered = scale / self.adjust_factor if self.backoff_factor is None else scale * self.backoff_factor
         return jnp.minimum(scale, jnp.maximum(lowered, self._floor()))
 
@@ -196,9 +287,12 @@ class DynamicScalerState(NamedTuple):
         return jnp.where(self.min_scaler > _TINY, self.min_scaler, _TINY)
 
     def as_arrays(self) -> Self:
-        """Return the state with each field as an array of its own dtype.
+        """Turn each field into an array of its own dtype.
 
         A scale that is infinite, NaN or not positive can't be refused inside `jit`; it becomes the nearest valid one.
+
+        Returns:
+            The state.
         """
         s = type(self)(*(None if x is None else jnp.asarray(x, dtype) for x, dtype in zip(self, _DTYPES, strict=True)))
         return s._replace(scaler=jnp.where(s.scaler > 0, jnp.minimum(s.scaler, FLOAT32_MAX), s._floor()))
@@ -223,9 +317,13 @@ def _as_numpy(name: str, state: DynamicScalerState) -> Any:
 def scaler_metrics(state: DynamicScalerState) -> dict[str, float | int]:
     """Summarize a state as Python numbers, for logging. Waits for the step that computes the state.
 
-    `scale` is the scale of the next step, `skipped` the number of steps skipped in a row, `total_skipped` the number
-    skipped so far, `total_redone` how often gradients were recomputed, and `underflow` the share of gradient entries
-    that were zero, or subnormal in float16, in the last finite step.
+    Args:
+        state: A state, outside of `jit`.
+
+    Returns:
+        A dict. `scale` is the scale of the next step, `skipped` the number of steps skipped in a row, `total_skipped`
+        the number skipped so far, `total_redone` how often gradients were recomputed, and `underflow` the share of
+        gradient entries that were zero, or subnormal in float16, in the last finite step.
 
     >>> scaler_metrics(DynamicScalerState())
     {'scale': 32768.0, 'skipped': 0, 'total_skipped': 0, 'total_redone': 0, 'underflow': 0.0}

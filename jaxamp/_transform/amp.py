@@ -6,11 +6,17 @@ form in which XLA gets the same work (`_passes`). It is pure, and composes with 
 
 import contextlib
 import functools
+import operator
+import sys
+import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
+import equinox as eqx
 import jax
+import numpy as np
 from jax import lax
+from jax import tree_util as jtu
 
 from .. import _passes
 from .._compat import EARLY_INLINE, Jaxpr, is_transformed, open_jaxpr, under_jit
@@ -23,8 +29,11 @@ from .._plan.residuals import Keep
 from .._plan.sensitivity import Value, sensitivity_of_argument
 from .._traits import teach_jet
 from .call import Call, Result, split_call
+from .delayed_scales import DelayedScales, taken
 from .interpreter import Interpreter
 from .ledger import Ledger
+from .loss_scaling import warn_without_scaler
+from .names import name_of
 from .options import Options, PolicyLike, check_function, check_options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +59,7 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
         results.append(result)
         return out
 
+    call.name(flat)
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     make_room(jaxpr)
     formats = Formats(options.compute_dtype)
@@ -62,21 +72,32 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
     ins = [Value(sensitivity_of_argument(aval), formats.of_aval(aval), given=True) for aval in avals]
     outs = len(open_jaxpr(jaxpr).outvars)
     plan = planner.plan(jaxpr, ins, [Want.LAST] * outs, call.path, returned=[True] * outs)
+    options.check_keys()
     return Planned(plan, planner, options.enabled(_passes.PROGRAM_PASSES), results[-1])
 
 
-def run_plan(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> list[Any]:
-    """Run a planned call. Its results have the dtypes, and the weak types, that the user's function gives them."""
-    plan = planned.plan
-    if not plan.touched and ledger is None:
-        return evaluate(plan.jaxpr, arrays)
+def program_of(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> Jaxpr:
+    """What running a planned call gives, before the passes over it."""
     transformed = ledger is None and any(map(is_transformed, arrays))
     interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed)
 
     def run(*arrays: Any) -> list[Any]:
-        return interpreter.evaluate(plan, arrays)
+        return interpreter.evaluate(planned.plan, arrays)
 
-    program = jax.make_jaxpr(run)(*arrays)
+    return jax.make_jaxpr(run)(*arrays)
+
+
+def run_plan(
+    planned: Planned, arrays: Any, ledger: Ledger | None = None, scales: DelayedScales | None = None
+) -> list[Any]:
+    """Run a planned call. Its results have the dtypes, and the weak types, that the user's function gives them."""
+    plan = planned.plan
+    if not plan.touched and ledger is None and scales is None:
+        return evaluate(plan.jaxpr, arrays)
+    program = program_of(planned, arrays, ledger)
+    if scales is not None:
+        program, slots = taken(scales, program)
+        arrays = [*arrays, *slots]
     for rewrite in planned.passes if plan.touched else ():
         program = rewrite(program, plan.setting)
     outs = evaluate(program, arrays)
@@ -92,11 +113,17 @@ def _restore(x: Any, aval: Any) -> Any:
 
 
 def _flat(options: Options, call: Call) -> Callable[..., tuple[list[Any], Result]]:
-    def flat(*arrays: Any) -> tuple[list[Any], Result]:
+    def flat(scales: DelayedScales | None, *arrays: Any) -> tuple[list[Any], Result]:
         planned = plan_call(options, call, arrays)
-        return run_plan(planned, arrays), planned.result
+        return run_plan(planned, arrays, scales=scales), planned.result._replace(is_low=planned.plan.touched)
 
     return flat
+
+
+def _compiled(options: Options, call: Call, name: str) -> Callable[..., tuple[list[Any], Result]]:
+    flat = _flat(options, call)
+    flat.__name__ = name
+    return jax.jit(flat, inline=EARLY_INLINE)
 
 
 @overload
@@ -145,8 +172,8 @@ def amp(
             next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
-            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `share_cotangents`, `send_low`,
-            `recompute`.
+            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `pool_low`,
+            `round_norm_cotangents`, `share_cotangents`, `share_quantized`, `send_low`, `recompute`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.
@@ -172,32 +199,141 @@ def amp(
       Python side effects happen when it is traced.
     """
     options = check_options(compute_dtype, amp_policy, keep, disable_passes)
-    if fn is None:
-        return functools.partial(_amp, options=options)
-    return _amp(fn, options=options)
+    return AmpDecorator(options) if fn is None else Amped(fn, Settings(options))
 
 
-def _amp(fn: Callable[..., Any], *, options: Options) -> Callable[..., Any]:
-    check_function("amp", fn)
+class Settings:
+    """The options of an `amp`, and the calls that it has compiled. Not equal to those of any other `amp`."""
 
-    def compiled(call: Call) -> Callable[..., tuple[list[Any], Result]]:
-        flat = _flat(options, call)
-        flat.__name__ = getattr(fn, "__name__", type(fn).__name__)
-        return jax.jit(flat, inline=EARLY_INLINE)
+    def __init__(self, options: Options):
+        self.options = options
+        self.has_warned = False
+        self.compiled = functools.partial(_compiled, options)
+        self.remembered = functools.lru_cache(_CACHED_CALLS)(self.compiled)
 
-    remembered = functools.lru_cache(_CACHED_CALLS)(compiled)
+    def __repr__(self) -> str:
+        return repr(self.options)
 
-    @functools.wraps(fn)
-    def amp_fn(*args: Any, **kwargs: Any) -> Any:
+
+class Amped:
+    """What `amp` returns: a function in mixed precision.
+
+    A pytree of what it wraps, so that the arrays of an Equinox module in it are seen by `equinox.filter_jit`. It can be
+    pickled and copied if the function can. It wraps and binds as a function does.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_fn", "_settings")  # `functools.wraps` copies the `__dict__`
+
+    def __init__(self, fn: Callable[..., Any], settings: Settings):
+        check_function("amp", fn)
+        self._wrap(fn, settings)
+
+    def _wrap(self, fn: Any, settings: Settings) -> None:
+        self._fn, self._settings = fn, settings
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(None, args, kwargs)
+
+    @property
+    def options(self) -> Options:
+        return self._settings.options
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self._fn
+
+    def run(self, scales: DelayedScales | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it, with the state of delayed scaling."""
         teach_jet()
-        call, arrays, nodes = split_call(fn, args, kwargs)
+        settings = self._settings
+        call, arrays, nodes = split_call(self._fn, args, kwargs)
         if under_jit():  # the trace around us owns the cache
-            outs, result = _flat(options, call)(*arrays)
+            outs, result = _flat(settings.options, call)(scales, *arrays)
         else:
-            outs, result = (remembered if call.is_cacheable else compiled)(call)(*arrays)
+            compiled = settings.remembered if call.is_cacheable else settings.compiled
+            outs, result = compiled(call, name_of(self._fn))(scales, *arrays)
+        if result.is_low and settings.options.compute_dtype == np.float16 and not settings.has_warned:
+            settings.has_warned = warn_without_scaler(repr(self), arrays)
         return result.with_arrays(outs, nodes)
 
-    return amp_fn
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        # The method of an Equinox module is a pytree too.
+        return jtu.Partial(self, instance) if isinstance(instance, eqx.Module) else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"amp({name_of(self._fn)}, {self._settings})"
+
+    def __reduce__(self) -> Any:
+        if _at(self.__module__, getattr(self, "__qualname__", "")) is self:  # decorated: the function has lost its name
+            return self.__qualname__
+        return _rebuild, (self._fn, *self._settings.options.given)
+
+
+def amp_of(caller: str, fn: Any) -> Amped:
+    """A function from `amp`, or an error in the words of `caller`."""
+    if not isinstance(fn, Amped):
+        raise TypeError(
+            f"{caller} got {fn!r}; expected a function from jaxamp.amp. Write jaxamp.amp(fn, amp_policy='fp8_delayed') "
+            f"first, and {caller} of the outcome."
+        )
+    return fn
+
+
+def _at(module: str, qualname: str) -> Any:
+    """What stands in a module under a name."""
+    try:
+        return operator.attrgetter(qualname)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+def _rebuild(fn: Callable[..., Any], *given: Any) -> Amped:
+    return Amped(fn, Settings(check_options(*given)))
+
+
+def _unflatten(settings: Settings, children: Any) -> Amped:
+    amped = object.__new__(Amped)
+    amped._wrap(children[0], settings)
+    return amped
+
+
+jtu.register_pytree_with_keys(
+    Amped,
+    lambda amped: (((jtu.GetAttrKey("__wrapped__"), amped._fn),), amped._settings),
+    _unflatten,
+    lambda amped: ((amped._fn,), amped._settings),
+)
+
+
+class AmpDecorator:
+    """What `amp` returns without a function."""
+
+    def __init__(self, options: Options):
+        self._options = options
+
+    def __call__(self, fn: Callable[..., Any]) -> Amped:
+        return Amped(fn, Settings(self._options))
+
+    def __repr__(self) -> str:
+        return f"amp({self._options})"
+
+    def __reduce__(self) -> Any:
+        return _decorator, self._options.given
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`with jaxamp.amp():` got a block of code; expected a function, because jaxamp changes what JAX traces. "
+            "Write `loss = jaxamp.amp(loss_fn)` and call it, or put `@jaxamp.amp` above the function."
+        )
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def _decorator(*given: Any) -> AmpDecorator:
+    return AmpDecorator(check_options(*given))
 
 
 @overload
@@ -208,6 +344,12 @@ def amp_stop(fn: Any = None) -> Any:
     """Pin full precision: a context manager, and a decorator with or without parentheses.
 
     It opens the named scope `"amp_stop"`, a key of every policy.
+
+    Args:
+        fn: The function to decorate; nothing for a context manager.
+
+    Returns:
+        A function like `fn`, or a context manager.
 
     >>> import jax.numpy as jnp
     >>> def loss(w, x):

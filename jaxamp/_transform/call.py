@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
-from .._compat import current_name_stack, scopes
+from .._compat import current_name_stack, name_in_errors, scopes
 from .mutation import check_unchanged, watch
+from .names import named_arguments, named_leaves, source_of
 from .nnx_state import (
     Change,
     Graph,
@@ -89,6 +90,7 @@ class Result(NamedTuple):
     parts: Any  # the structure of the leaves, of the new state, and of the values of NNX objects that were returned
     static: tuple[Any, ...]
     change: Change | None
+    is_low: bool = False  # something ran in the compute dtype
 
     def with_arrays(self, arrays: Any, nodes: Nodes | None = None) -> Any:
         """The result. The user's NNX objects, the `nodes` of the call, get their new state."""
@@ -106,6 +108,7 @@ class Call(NamedTuple):
     kinds: tuple[Any, ...]  # tells 1, 1.0 and True apart, and 0.0 and -0.0
     path: tuple[str, ...]  # the named scopes around the call
     graph: Graph | None  # of the NNX objects
+    paths: tuple[tuple[Any, ...], ...] = ()  # of the values in them
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], Result]:
         """The arrays that the function returns, and the rest of its result. State of NNX objects comes last."""
@@ -118,6 +121,24 @@ class Call(NamedTuple):
         change, state, returned = _changes(inside, out.nodes)
         outs, static, parts = _take_out((out.leaves, state, returned), _is_array)
         return outs, Result(out.structure, parts, static, change)
+
+    def name(self, flat: Callable[..., Any]) -> None:
+        """Let JAX's errors about a trace of `flat`, a function of the arrays, speak of the user's function."""
+        count = sum(x is _ARRAY for x in self.static)
+        leaves, values = _put_back(self.parts, self.static, [_ARRAY] * count)
+        try:
+            objects = self.graph.merge(values).nodes if self.graph else ()
+            fn, args, kwargs = _with_nodes(self.structure, leaves, objects)
+            named = [leaf for pair in named_arguments(fn, args, kwargs) for leaf in named_leaves(*pair, node_test())]
+        except Exception:  # a class of the user's that takes nothing but arrays
+            return
+        names = [name for name, x in named if x is _ARRAY]
+        nodes = [name for name, x in named if is_node(x)]
+        for (node, *path), value in zip(self.paths, values, strict=True):
+            name = nodes[node] + "".join(f".{key}" for key in path)
+            names += [name + end for end, x in named_leaves("", value) if x is _ARRAY]
+        if len(names) == count:
+            name_in_errors(flat, source_of(fn), names)
 
     @property
     def is_cacheable(self) -> bool:
@@ -149,7 +170,8 @@ def split_call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Split:
         nodes = split_nodes(tree.nodes) if tree.nodes else None
     arrays, static, parts = _take_out((tree.leaves, nodes.values if nodes else []), _is_argument)
     path = scopes(current_name_stack())
-    call = Call(tree.structure, parts, static, tuple(map(_kind, static)), path, nodes.graph if nodes else None)
+    graph, paths = (nodes.graph, tuple(map(tuple, nodes.paths))) if nodes else (None, ())
+    call = Call(tree.structure, parts, static, tuple(map(_kind, static)), path, graph, paths)
     return Split(call, arrays, nodes)
 
 
@@ -192,7 +214,7 @@ def _is_frozen(x: Any) -> bool:
     if isinstance(x, types.MethodType):
         return _is_frozen(x.__self__)
     if isinstance(x, functools.partial):
-        return all(map(_is_frozen, (x.func, *x.args, *x.keywords.values())))
+        return all(map(_is_frozen, jtu.tree_leaves((x.func, *x.args, *x.keywords.values()))))
     if isinstance(x, (*_FROZEN, types.FunctionType)) or type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True
     return is_frozen_transform(x)

@@ -205,6 +205,6 @@ class Interpreter:
         """Equal for interpreters that do the same with a plan."""
         return self._planner.identity, self.is_transformed, trace_context()
 
-    def fresh(self) -> "Interpreter":
+    def fresh(self, may_replace: bool = True) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh(), ledger=self._ledger)
+        return Interpreter(self._planner.fresh(may_replace), ledger=self._ledger)

@@ -1,7 +1,8 @@
 """The options of `amp`, checked at the call that gives them."""
 
 import contextlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from .._number_formats.number_format import NumberFormat
 from .._plan.residuals import Keep
 from .._policy.load import load_policy
 from .._policy.lookup import Lookup, Policy
+from .._policy.mapping import FrozenPolicy
 from .._policy.quantization import in_format, quantizes
 
 PolicyLike = Policy | str | Any  # Any: os.PathLike
@@ -28,6 +30,36 @@ class Options(NamedTuple):
     lookup: Lookup
     keep: Keep
     disable_passes: tuple[str, ...] = ()
+    is_table: bool = True  # the policy was not written in Python
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What `check_options` makes these options of, in a form that can be pickled."""
+        policy = self.policy if isinstance(self.policy, FrozenPolicy) else FrozenPolicy(self.policy)
+        return self.compute_dtype, policy, self.keep, self.disable_passes
+
+    def __repr__(self) -> str:
+        parts = [f"compute_dtype={self.compute_dtype.name}"]
+        if getattr(self.policy, "name", "") != "default":
+            parts.append(f"amp_policy={self.given[1]!r}")
+        if self.keep != "auto":
+            parts.append(f"keep={self.keep!r}")
+        if self.disable_passes:
+            parts.append(f"disable_passes={list(self.disable_passes)!r}")
+        return ", ".join(parts)
+
+    def check_keys(self) -> None:
+        """Warn of keys of a mapping that were probably meant for primitives, after a plan was made.
+
+        In a table, a scope's name stands under `[scopes]`, and means what it says.
+        """
+        for key in () if self.is_table else self.lookup.mistaken():
+            warnings.warn(
+                f"amp_policy has the key {key!r}, the name of a scope; no operation is in such a scope, but some are "
+                f"the primitive of that name. Write jax.lax.{key}_p without quotes for these, or open "
+                f"jax.named_scope({key!r}) around those that you mean.",
+                stacklevel=2,
+            )
 
     def enabled(self, passes: Sequence[Any]) -> list[Any]:
         """The passes of a list that are not disabled."""
@@ -47,7 +79,8 @@ def check_options(
             f"keep is {keep!r}; expected one of {', '.join(map(repr, get_args(Keep)))}. Write keep='matmuls' to keep "
             "little for the backward pass, or leave it out."
         )
-    return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes))
+    is_table = not isinstance(amp_policy, Mapping) or isinstance(amp_policy, FrozenPolicy)
+    return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes), is_table)
 
 
 def _check_dtype(compute_dtype: Any, policy: Policy) -> tuple[np.dtype, NumberFormat | None]:

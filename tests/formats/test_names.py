@@ -5,7 +5,7 @@ import pickle
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import raises, starts_no_backend
+from helpers import raises
 
 import jaxamp
 from jaxamp._number_formats.number_format import KNOWN
@@ -145,7 +145,3 @@ def test_names_that_are_unknown():
         jaxamp.format(3.5)
     with raises(ValueError, "float32 has 2\\*\\*32 values, too many to list", "Write values"):
         jaxamp.format("float32").values()
-
-
-def test_making_a_format_starts_no_backend():
-    assert starts_no_backend("import jaxamp; jaxamp.format('mxfp4', rounding='stochastic').values()")

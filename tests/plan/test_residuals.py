@@ -15,7 +15,7 @@ import jaxamp
 LAYERS, WIDTH, TOKENS = 3, 16, 24
 X = normal(0, TOKENS, WIDTH)
 WEIGHTS = {
-    name: 0.2 * normal(seed, LAYERS, *shape)
+    name: normal(seed, LAYERS, *shape, scale=0.2)
     for seed, (name, shape) in enumerate(
         {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}.items()
     )

@@ -92,7 +92,11 @@ def test_a_table_of_ones_own(tmp_path):
     [
         ('recipe = "current"', ("got 'recipe'; expected one of operands",)),
         ('operands = "e4m4x"', ("mine.toml", "operands='e4m4x'", "there is no format")),
-        ('scaling = "currant"', ("scaling='currant'; expected 'current' or 'none'", "Did you mean 'current'")),
+        (
+            'scaling = "currant"',
+            ("scaling='currant'; expected 'current' or 'delayed' or 'none'", "Did you mean 'current'"),
+        ),
+        ("history = 0", ("history=0; expected a number of steps, 1 or more. Write history=16",)),
         ("least_size = -1", ("least_size=-1; expected a number that is not negative",)),
         ('first_layer = "no"', ("first_layer='no'; expected True or False",)),
     ],

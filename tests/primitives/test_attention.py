@@ -283,7 +283,7 @@ def layers(ws, x, fn=attend):
     return jnp.sum(lax.scan(layer, x, ws)[0] ** 2)
 
 
-WEIGHTS, X = 0.2 * normal(15, 2, HEADS * WIDTH, 3 * HEADS * WIDTH), normal(16, BATCH, TOKENS, HEADS * WIDTH)
+WEIGHTS, X = normal(15, 2, HEADS * WIDTH, 3 * HEADS * WIDTH, scale=0.2), normal(16, BATCH, TOKENS, HEADS * WIDTH)
 
 
 def test_a_scan_over_layers_has_the_gradients_of_jax():

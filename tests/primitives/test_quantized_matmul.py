@@ -180,3 +180,26 @@ def test_a_convolution():
     for g, e in zip(found[1](exact[0]), exact[1](exact[0]), strict=True):
         assert g.dtype == jnp.float32
         assert error(g, np.asarray(e, np.float64)) < 0.1
+
+
+def test_a_layer_that_is_mapped_over_rows():
+    """There amp swaps the operands, to save a transpose."""
+    w, x = normal(20, 24, 32, scale=0.2), normal(21, 48, 32)
+    fn = lambda w, x: jnp.sum(jnp.tanh(jax.vmap(lambda x: w @ x)(x)))
+    assert error(jax.grad(FP8(fn))(w, x), jax.grad(fn)(w, x)) < 0.1
+    assert names(jax.make_jaxpr(FP8(fn))(w, x)).count("transpose") == 0
+
+
+def test_a_users_rule_for_tangents_stays_linear():
+    @jax.custom_jvp
+    def dense(x, w):
+        return jnp.sin(x @ w)
+
+    @dense.defjvp
+    def _(primals, tangents):
+        return jax.jvp(lambda x, w: jnp.sin(x @ w), primals, tangents)
+
+    loss = lambda w, x: jnp.sum(dense(x, w))
+    assert error(jax.grad(FP8(loss))(W, X), jax.grad(loss)(W, X)) < 2e-2
+    report = jaxamp.amp_report(loss, amp_policy={lax.dot_general_p: jaxamp.use_formats()}, compute_dtype=jnp.bfloat16)
+    assert any("custom_jvp rule" in row.reason for row in report(W, X).matmuls)

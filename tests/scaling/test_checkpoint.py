@@ -28,7 +28,12 @@ def moved():
 
 
 STATES = {"fresh": State, "moved": moved, "torch": State.torch, "no_op": State.no_op}
-states = pytest.mark.parametrize("state", [make() for make in STATES.values()], ids=list(STATES))
+states = pytest.mark.parametrize("state", list(STATES.values()), ids=list(STATES), indirect=True)
+
+
+@pytest.fixture
+def state(request):
+    return request.param()
 
 
 # -- one state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits
+from helpers import bits, raises
 from helpers import error as relative
 from least_squares import LOSS, WAYS, W, batch_of, error, oracle
 
@@ -485,3 +485,19 @@ def test_a_transform_that_is_none():
         TypeError, match=r"got None, of type NoneType; expected a function. Write jaxamp.dynamic_scale_tx"
     ):
         jaxamp.dynamic_scale_tx(None)
+
+
+@pytest.mark.parametrize(
+    "guess",
+    [
+        lambda loss, w, state: jaxamp.dynamic_scale_tx(jax.grad)(loss, w, dynamic_scaler_state=state),
+        lambda loss, w, state: jaxamp.dynamic_scale_tx(jax.grad(loss))(w, dynamic_scaler_state=state),
+        lambda loss, w, state: jaxamp.dynamic_scale_tx(loss)(w, dynamic_scaler_state=state),
+        lambda loss, w, state: jaxamp.dynamic_scale_tx(jax.grad(loss))(w),
+    ],
+    ids=["the transform and the call in one", "the gradient", "the loss", "without the state"],
+)
+def test_a_wrong_guess_about_the_transform_is_told(guess):
+    example = r"Write jaxamp.dynamic_scale_tx\(jax.grad\)\(loss_fn\)\(params, dynamic_scaler_state=state\)"
+    with raises(TypeError, "the transform that dynamic_scale_tx returned got", "expected a function alone", example):
+        guess(lambda w: jnp.sum(w**2), jnp.ones(3), jaxamp.DynamicScalerState())

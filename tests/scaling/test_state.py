@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import starts_no_backend
+from helpers import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -256,10 +256,6 @@ def test_the_default_state_is_traced_once():
         assert len(traces) <= 1
 
 
-def test_making_a_state_starts_no_backend():
-    assert starts_no_backend("from jaxamp import DynamicScalerState as S; S(); S.torch(); S.static(2.0); S.no_op()")
-
-
 # -- telling what happened
 
 
@@ -344,3 +340,28 @@ def test_torch_may_raise_its_scale_in_every_step():
     pattern = [True, True, False, True, True]
     state = DynamicScalerState.torch(growth_interval=1)
     assert table(state, pattern) == list(run_torch(pattern, 2.0**16, 1))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        DynamicScalerState,
+        DynamicScalerState.torch,
+        DynamicScalerState.deepspeed,
+        DynamicScalerState.megatron,
+        lambda **options: DynamicScalerState.static(8.0, **options),
+        DynamicScalerState.no_op,
+    ],
+    ids=["", "torch", "deepspeed", "megatron", "static", "no_op"],
+)
+def test_every_scheme_accumulates(scheme):
+    state = scheme(accumulate=4)
+    assert int(state.accumulate) == 4
+    for _ in range(4):
+        state = state.adjust(True)
+    assert (int(state.count), int(state.micro)) == (1, 0)
+
+
+def test_a_scheme_refuses_to_accumulate_nothing():
+    with raises(ValueError, "DynamicScalerState.torch got a state with accumulate=0; expected a positive", "Leave it"):
+        DynamicScalerState.torch(accumulate=0)

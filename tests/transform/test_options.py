@@ -1,5 +1,7 @@
 """The options of `amp`, and passes that are switched off."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,8 +23,15 @@ def network(w, b, x):
     scores = jnp.where(mask, jnp.stack([h @ h.T] * 2), -1e9)
     h = (jax.nn.softmax(scores) @ h)[0]
     h = jax.nn.gelu(h @ w + b) @ w
+    h = jax.nn.silu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-6) * b) @ w
+    h = jax.lax.reduce_window(jnp.exp(-(h**2)), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") @ w
     h = h / jnp.sqrt(jnp.sum(h**2, -1, keepdims=True))
-    return jnp.sin(h @ w) + h
+    h = jnp.sin(h @ w) + h
+    with jax.named_scope("quantized"):
+        return jnp.sin(h @ w) * (h @ w)
+
+
+AMP = functools.partial(AMP, amp_policy=dict(jaxamp.load_policy("default")) | {"quantized": jaxamp.use_formats()})
 
 
 @pytest.mark.parametrize("name", PASSES)
