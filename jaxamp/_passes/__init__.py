@@ -11,8 +11,11 @@ from .._plan.plan import Plan, Setting
 from .cotangents import share_cotangents
 from .layouts import order_results
 from .masks import spread_masks
+from .norms import round_norm_cotangents
+from .pools import pool_low
 from .recompute import recompute
 from .send_low import send_low
+from .share_quantized import share_quantized
 from .softmax import low_softmaxes
 from .streams import hold_streams_low
 from .transposes import fold_transposes
@@ -24,7 +27,9 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     order_results,
     low_softmaxes,
     hold_streams_low,
+    pool_low,
+    round_norm_cotangents,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
 
-PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (send_low, recompute)
+PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (share_quantized, send_low, recompute)

@@ -7,7 +7,7 @@ an axis is repeated before it is rounded: its gradient, a sum along that axis, i
 The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,21 +43,27 @@ def share_cotangents(plan: Plan) -> Plan:
 def _no_biases(plan: Plan) -> frozenset[Var]:
     """Results that have no cotangent in common with a bias or a table of parameters.
 
-    Those of convolutions; few numbers that were repeated by hand; and what is made of activations, such as means.
+    Those of convolutions, reshaped or not; few numbers that were repeated by hand; and what is made of activations,
+    such as means.
     """
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
         for var, value in plan.values_of(i):
             if eqn.primitive is lax.broadcast_in_dim_p:
                 (atom, *_) = eqn.invars
-                repeats = size_of(var.aval) > size_of(atom.aval)
-                is_one = repeats or (not isinstance(atom, Literal) and atom in found)
+                is_one = size_of(var.aval) > size_of(atom.aval) or _is_any(found, [atom])
             else:
                 of_activations = value.sensitivity is not FREE and not value.is_low
-                is_one = of_activations or eqn.primitive is lax.conv_general_dilated_p
+                moved = traits_of(eqn.primitive).keeps_all_entries and _is_any(found, eqn.invars)
+                is_one = of_activations or moved or eqn.primitive is lax.conv_general_dilated_p
             if is_one:
                 found.add(var)
     return frozenset(found)
+
+
+def _is_any(variables: Set[Var], atoms: Sequence[Any]) -> bool:
+    # A constant in an equation can't be looked up: it may hold an array.
+    return any(not isinstance(atom, Literal) and atom in variables for atom in atoms)
 
 
 def _is_repeated(eqn: Any) -> Any:
@@ -85,7 +91,7 @@ class SharedCotangent(NamedTuple):
                 for v, format_ in zip(eqn.invars, step.reads, strict=True)
             ]
             outs = runner.operate(plan, i, operands)
-            if traits_of(eqn.primitive).sum and not any(v in self.others for v in eqn.invars if isinstance(v, Var)):
+            if traits_of(eqn.primitive).sum and not _is_any(self.others, eqn.invars):
                 free = plan.setting.keep != "all" and not step.is_pinned
                 outs = _with_one_cotangent(env, eqn, step.reads, outs, low, free)
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):

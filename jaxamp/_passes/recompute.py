@@ -28,6 +28,7 @@ from .._compat import (
     inside_hi,
     is_mark,
     open_jaxpr,
+    same_context,
     trace_context,
     with_equations,
 )
@@ -108,7 +109,7 @@ class _Cutter:
         run: list[Any] = []
         for eqn in eqns:
             inside = not self._is_boundary(eqn)
-            if run and not (inside and eqn.ctx == run[-1].ctx):
+            if run and not (inside and same_context(eqn.ctx, run[-1].ctx)):
                 yield _Section(run, True)
                 run = []
             if inside:

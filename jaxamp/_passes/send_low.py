@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from .._compat import Jaxpr, Literal, Primitive, Var, inside_hi, open_jaxpr, scopes, with_equations, with_hi_checkpoint
+from .._compat import Jaxpr, Literal, Primitive, Var, open_jaxpr, scopes, with_equations
 from .._jaxpr import Memo
-from .._plan.bodies import Entry, with_bodies
+from .._plan.bodies import Entry, with_replaced_bodies
 from .._plan.classify import Path
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._policy.communication import Communication
 from .._primitives.matmul import is_mixed
-from .._primitives.quantize import QUANTIZE, SCALE
+from .._primitives.quantize import LARGEST, QUANTIZE, SCALE
 from .._primitives.quantized_matmul import is_quantized
 from .._primitives.sent_low import reduced_low, sent_low, takes_wire
 from .._traits import traits_of
@@ -73,7 +73,8 @@ class _Sender:
 
         read(body.outvars, outs)
         eqns: list[Any] = []
-        written = send_quantized(body.eqns, body.outvars, lambda eqn: self._may_round(eqn, path))
+        asked = lambda eqn: self._communication(path + scopes(eqn.source_info.name_stack))
+        written = send_quantized(body.eqns, body.outvars, asked)
         for eqn in reversed(written):
             results = tuple(rounded.get(v, False) for v in eqn.outvars)
             new, flags = self._equation(eqn, results, path + scopes(eqn.source_info.name_stack))
@@ -83,9 +84,6 @@ class _Sender:
         same = len(eqns) == len(body.eqns) and all(new is old for new, old in zip(eqns, body.eqns, strict=True))
         return jaxpr if same else _sent_once(jaxpr, eqns), tuple(rounded.get(v, False) for v in body.invars)
 
-    def _may_round(self, eqn: Any, path: Path) -> bool:
-        return self._communication(path + scopes(eqn.source_info.name_stack)).gather == "compute"
-
     def _equation(self, eqn: Any, results: Flags, path: Path) -> tuple[Any, Flags]:
         """An equation whose results are read so, rewritten, and which of its operands it rounds."""
         traits, params = traits_of(eqn.primitive), eqn.params
@@ -93,7 +91,7 @@ class _Sender:
         entry = describe(eqn)
         if entry is not None:
             return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results, path)
-        if is_quantized(eqn.primitive) or eqn.primitive in (SCALE, QUANTIZE):
+        if is_quantized(eqn.primitive) or eqn.primitive in (SCALE, LARGEST, QUANTIZE):
             read = 2 if is_quantized(eqn.primitive) and "derivative" not in params else 1
             return eqn, (True,) * read + none[read:]
         if is_mixed(eqn.primitive):
@@ -127,7 +125,7 @@ class _Sender:
             for operand, flag in zip(body.operands, ins, strict=True):
                 flags[operand] = flags[operand] and flag and operand not in carried
         if any(jaxpr is not body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
-            eqn = eqn.replace(params=_with_bodies(eqn, entry, new))
+            eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, new))
         return eqn, tuple(flags)
 
 
@@ -137,14 +135,6 @@ def _check(primitive: Primitive, asked: Communication) -> None:
             f"The policy has reduce='wire' for {primitive.name}, where XLA sums gradients on its own; expected "
             "lax.all_gather in a shard_map, where amp sends them. Write reduce='compute', or reduce='float32'."
         )
-
-
-def _with_bodies(eqn: Any, entry: Entry, jaxprs: Sequence[Jaxpr]) -> dict[str, Any]:
-    """The parameters of an equation with other bodies, a checkpoint's of JAX 0.11.2 and newer too."""
-    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    if hi is not None and hi.kind == "checkpoint":
-        return {**eqn.params, "_prim": with_hi_checkpoint(eqn.params["_prim"], jaxprs[0], 0)}
-    return with_bodies(eqn, entry, jaxprs)
 
 
 def _sent_once(jaxpr: Jaxpr, eqns: Sequence[Any]) -> Jaxpr:

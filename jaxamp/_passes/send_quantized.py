@@ -4,7 +4,7 @@
 
 A weight that only quantised matmuls read goes over the wire with a byte for each entry. Where each device has a part of
 it, as in a `shard_map`, the devices agree on the largest scale. The matmul is still given the weight as it was sent, to
-differentiate by: that is not computed, and its gradients are summed over devices as before.
+differentiate by: that is not computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,15 @@ from typing import Any
 
 from .._compat import Literal, Var
 from .._formats import float_dtype
-from .._primitives.quantize import EIGHT_BITS, QUANTIZE, SCALE
+from .._policy.communication import Communication
+from .._primitives.quantize import EIGHT_BITS, LARGEST, QUANTIZE, SCALE
 from .._primitives.quantized_matmul import is_quantized
 from .._primitives.sent_low import sent_low
 from .._traits import traits_of
 
 
-def send_quantized(eqns: Sequence[Any], outs: Sequence[Any], may_round: Callable[[Any], bool]) -> list[Any]:
-    """The equations of a jaxpr with these results, rewritten. `may_round`: whether an equation may send rounded."""
+def send_quantized(eqns: Sequence[Any], outs: Sequence[Any], asked: Callable[[Any], Communication]) -> list[Any]:
+    """The equations of a jaxpr with these results, rewritten. `asked`: what the policy wants of an equation."""
     readers: dict[Var, list[tuple[Any, int]]] = {}
     for eqn in eqns:
         for place, atom in enumerate(eqn.invars):
@@ -32,9 +33,9 @@ def send_quantized(eqns: Sequence[Any], outs: Sequence[Any], may_round: Callable
         if _sends(eqn)
         and eqn.outvars[0] not in returned
         and _is_quantized_by_all(readers.get(eqn.outvars[0], ()))
-        and may_round(eqn)
+        and asked(eqn).gather == "compute"
     }
-    return [new for eqn in eqns for new in _rewritten(eqn, sent)] if sent else list(eqns)
+    return [new for eqn in eqns for new in _rewritten(eqn, sent, asked)] if sent else list(eqns)
 
 
 def _sends(eqn: Any) -> bool:
@@ -50,20 +51,23 @@ def _is_quantized_by_all(readers: Sequence[tuple[Any, int]]) -> bool:
 
 
 def _kind(eqn: Any, place: int) -> str | None:
-    if eqn.primitive is SCALE:
+    if eqn.primitive in (SCALE, LARGEST):  # for this step, or for the next
         return "scale"
     if eqn.primitive is QUANTIZE and place == 0:
         return "quantize" if eqn.params["dtype"] in EIGHT_BITS and len(eqn.invars) == 2 else None
     return "matmul" if is_quantized(eqn.primitive) and place < 2 else None
 
 
-def _rewritten(eqn: Any, sent: dict[Var, Any]) -> list[Any]:
-    is_rounding = eqn.primitive in (SCALE, QUANTIZE) and not isinstance(eqn.invars[0], Literal)
+def _rewritten(eqn: Any, sent: dict[Var, Any], asked: Callable[[Any], Communication]) -> list[Any]:
+    if len(eqn.outvars) == 1 and eqn.outvars[0] in sent and asked(eqn).reduce == "float32":
+        params = {**eqn.params, "low": eqn.invars[0].aval.dtype, "reduce": "float32"}
+        return [eqn.replace(primitive=sent_low(eqn.primitive, is_quantized=True), params=params)]
+    is_rounding = eqn.primitive in (SCALE, LARGEST, QUANTIZE) and not isinstance(eqn.invars[0], Literal)
     send = sent.get(eqn.invars[0]) if is_rounding else None
     if send is None:
         return [eqn]
     (whole,) = send.invars
-    if eqn.primitive is SCALE:
+    if eqn.primitive is not QUANTIZE:
         return [eqn.replace(invars=[whole], params={**eqn.params, "axes": _axes(send)})]
     low = eqn.params["dtype"]
     bits, scale = eqn.outvars

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax import lax
 
+from .._compat import Var
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Operation, Plan, Step
@@ -63,11 +64,13 @@ def _swapped(eqn: Any, step: Step, order: tuple[int, ...]) -> Step:
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     params = {**params, "dimension_numbers": ((right, left), (right_batch, left_batch))}
     assert step.operation is not None
-    return step._replace(params=params, operation=_on_swapped(step.operation), order=order)
+    return step._replace(params=params, operation=_on_swapped(step.operation, order), order=order)
 
 
-def _on_swapped(operation: Operation) -> Operation:
+def _on_swapped(operation: Operation, order: tuple[int, ...]) -> Operation:
     def swapped(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-        return operation(eqn, operands[::-1], params)
+        (out,) = (v.aval for v in eqn.outvars)
+        made = Var(out.update(shape=tuple(out.shape[i] for i in order)))
+        return operation(eqn.replace(invars=eqn.invars[::-1], outvars=[made]), operands[::-1], params)
 
     return swapped

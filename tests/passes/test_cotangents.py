@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, dtypes_of, equations, in_float64, names, near, normal
+from helpers import AMP, assert_near, dtypes_of, equations, in_float64, names, near, normal
 from jax import lax
 from plans import plan_of
 
@@ -37,6 +37,14 @@ def test_a_bias_inside_of_another_region_is_found_too():
         part for part in share_cotangents(plan.with_regions([Around((at,))])).parts if not isinstance(part, int)
     ]
     assert [type(part) for part in around.parts] == [SharedCotangent]
+
+
+def test_a_constant_that_is_reshaped_beside_a_bias():
+    def fn(w, b, x):
+        constants = [lax.reshape(2.0, (1,)), lax.convert_element_type(np.float32(2), jnp.float32)]
+        return jnp.sum(jax.nn.relu(x @ w.T + b) @ w * sum(constants))
+
+    assert_near(jax.grad(AMP(fn), (0, 1))(W, B, X), in_float64(jax.grad(fn, (0, 1)), W, B, X), 2e-2)
 
 
 def test_a_plan_without_low_operations_is_left_as_it_is():
@@ -124,3 +132,11 @@ def test_without_low_operations_nothing_is_held():
     assert "materialized" not in names(
         jax.make_jaxpr(AMP(lambda table, x: jnp.sum(jnp.sin(x + table))))(normal(9, 5, 8), X)
     )
+
+
+def test_nor_are_those_of_a_convolution_whose_result_is_reshaped():
+    """As that of a mapped layer is."""
+    conv = lambda w, b, x: lax.conv_general_dilated(x[None], w, (1, 1), "SAME")[0] + b
+    fn = lambda w, b, x: jnp.sum(jax.nn.relu(jax.vmap(conv, (None, None, 0))(w, b, x)) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(normal(6, 4, 3, 3, 3), normal(7, 4, 1, 1), normal(8, 2, 3, 6, 6))
+    assert [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized"] == []

@@ -142,6 +142,23 @@ def test_without_cuts_loops_are_in_the_section():
     assert sizes[0] < sizes[1]
 
 
+def test_a_mesh_does_not_split_what_is_mapped():
+    """`vmap` repeats a bias under the mesh of the arguments, and leaves the other equations without one."""
+
+    def fn(params, x):
+        one = lambda row: jax.nn.silu(row @ params["up"] + params["bias"]) @ params["down"]
+        return jnp.sum(jax.vmap(one)(x))
+
+    def sections(sharding):
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), (PARAMS, X))
+        amp = jax.grad(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))
+        return sections_of(jax.jit(amp).trace(*shapes).jaxpr)
+
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    assert len(sections(None)) == 1
+    assert sections(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())) == sections(None)
+
+
 def test_a_forward_rule_with_effects():
     seen = []
 
