@@ -48,6 +48,7 @@ from ._scaling.checked_scalar import check_condition, checked_scalar
 from ._scaling.period_counters import counter_from_state, state_from_counter
 from ._scaling.scale_tree import scale_tree, unscale_tree
 from ._scaling.state import FLOAT32_MAX
+from ._transform.loss_scaling import note_own_scale
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, tree_where
 
@@ -85,6 +86,11 @@ _POSITIONS = {"p": 0, "params": 0, "c": 1, "compute": 1, "o": 2, "output": 2}
 class Policy:
     """The dtypes of parameters, of computations and of results.
 
+    Attributes:
+        param_dtype: The dtype of parameters.
+        compute_dtype: The dtype of computations.
+        output_dtype: The dtype of results.
+
     >>> from jaxamp import jmp
     >>> policy = jmp.Policy(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
     >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})
@@ -102,19 +108,47 @@ class Policy:
             _check_float(field, dtype)
 
     def cast_to_param(self, x: Tree) -> Tree:
-        """Cast a pytree's floats to `param_dtype`."""
+        """Cast a pytree's floats to `param_dtype`.
+
+        Args:
+            x: Any pytree.
+
+        Returns:
+            The pytree, in that dtype.
+        """
         return cast_floating(x, self.param_dtype)
 
     def cast_to_compute(self, x: Tree) -> Tree:
-        """Cast a pytree's floats to `compute_dtype`."""
+        """Cast a pytree's floats to `compute_dtype`.
+
+        Args:
+            x: Any pytree.
+
+        Returns:
+            The pytree, in that dtype.
+        """
         return cast_floating(x, self.compute_dtype)
 
     def cast_to_output(self, x: Tree) -> Tree:
-        """Cast a pytree's floats to `output_dtype`."""
+        """Cast a pytree's floats to `output_dtype`.
+
+        Args:
+            x: Any pytree.
+
+        Returns:
+            The pytree, in that dtype.
+        """
         return cast_floating(x, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
-        """Return the same policy with another output dtype."""
+        """Return the same policy with another output dtype.
+
+        Args:
+            output_dtype: The dtype.
+
+        Returns:
+            A policy.
+        """
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def _dtypes(self) -> tuple[np.dtype, ...]:
@@ -136,6 +170,12 @@ def get_policy(policy_name: str) -> Policy:
 
     The string is the name of one dtype, or `params=...,compute=...,output=...` (`p`, `c` and `o` for short). The
     defaults: params is float32, compute is the same as params, output is the same as compute.
+
+    Args:
+        policy_name: `"params=float32,compute=float16,output=float32"`, or one dtype for all.
+
+    Returns:
+        A policy.
 
     >>> from jaxamp import jmp
     >>> str(jmp.get_policy("c=f16")), str(jmp.get_policy("bfloat16"))
@@ -191,17 +231,49 @@ def _check_float(field: str, dtype: Any) -> None:
 
 
 def half_dtype() -> Any:
-    """`jnp.bfloat16` on a TPU, `jnp.float16` elsewhere."""
+    """`jnp.bfloat16` on a TPU, `jnp.float16` elsewhere.
+
+    Returns:
+        A dtype.
+
+    >>> from jaxamp import jmp
+    >>> jmp.half_dtype().__name__ in ("float16", "bfloat16")
+    True
+    """
     return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
 
 
 def cast_to_full(tree: Tree) -> Tree:
-    """Cast a pytree's floats to float32."""
+    """Cast a pytree's floats to float32.
+
+    Args:
+        tree: Any pytree.
+
+    Returns:
+        The pytree, in float32.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import jmp
+    >>> jmp.cast_to_full(jnp.ones(2, jnp.float16)).dtype.name
+    'float32'
+    """
     return cast_floating(tree, jnp.float32)
 
 
 def cast_to_half(tree: Tree) -> Tree:
-    """Cast a pytree's floats to `half_dtype()`."""
+    """Cast a pytree's floats to `half_dtype()`.
+
+    Args:
+        tree: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import jmp
+    >>> jmp.cast_to_half(jnp.ones(2)).dtype == jmp.half_dtype()
+    True
+    """
     return cast_floating(tree, half_dtype())
 
 
@@ -209,22 +281,50 @@ def cast_to_half(tree: Tree) -> Tree:
 
 
 class NoOpLossScale(eqx.Module):
-    """A loss scale of one: it does nothing, and can stand in for the others."""
+    """A loss scale of one: it does nothing, and can stand in for the others.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import jmp
+    >>> float(jmp.NoOpLossScale().scale(jnp.ones(())))
+    1.0
+    """
 
     @property
     def loss_scale(self) -> int:
+        """One."""
         return 1
 
     def scale(self, tree: Tree) -> Tree:
-        """Return the tree unchanged."""
+        """Return the tree unchanged.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The same pytree.
+        """
         return tree
 
     def unscale(self, tree: Tree) -> Tree:
-        """Return the tree unchanged."""
+        """Return the tree unchanged.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The same pytree.
+        """
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Return the same loss scale."""
+        """Return the same loss scale.
+
+        Args:
+            grads_finite: Whether the gradients were finite, a scalar bool.
+
+        Returns:
+            The loss scale of the next step.
+        """
         return self
 
 
@@ -234,23 +334,50 @@ class StaticLossScale:
 
     Attributes:
         loss_scale: The scale, float32. A JAX array is a leaf, any other number part of the tree's structure.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import jmp
+    >>> float(jmp.StaticLossScale(8.0).scale(jnp.ones(())))
+    8.0
     """
 
     loss_scale: Any
 
     def __post_init__(self) -> None:
+        note_own_scale()
         _set(self, "loss_scale", np.float32, "2.0**15", positive=False)
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        """Multiply a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, scaled.
+        """
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divide a pytree's floats by the scale, in float32 or wider."""
+        """Divide a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, unscaled.
+        """
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Return the same loss scale."""
+        """Return the same loss scale.
+
+        Args:
+            grads_finite: Whether the gradients were finite, a scalar bool.
+
+        Returns:
+            The loss scale of the next step.
+        """
         return self
 
 
@@ -281,6 +408,7 @@ class DynamicLossScale:
     min_loss_scale: Any = 1.0
 
     def __post_init__(self) -> None:
+        note_own_scale()
         for field, example in (("loss_scale", "2.0**15"), ("min_loss_scale", "1.0")):
             _warn_of_integer(field, getattr(self, field), example)
         for field, example in (("period", "2000"), ("factor", "2")):
@@ -290,15 +418,36 @@ class DynamicLossScale:
         _set(self, "min_loss_scale", np.float32, "1.0", positive=False)
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        """Multiply a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, scaled.
+        """
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divide a pytree's floats by the scale, in float32 or wider."""
+        """Divide a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, unscaled.
+        """
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
-        """The next loss scale, given whether this step's gradients were finite."""
+        """The next loss scale, given whether this step's gradients were finite.
+
+        Args:
+            grads_finite: Whether the gradients were finite, a scalar bool.
+
+        Returns:
+            The loss scale of the next step.
+        """
         check_condition("adjust", grads_finite, "loss_scale.adjust(jmp.all_finite(grads))")
         state = state_from_counter(
             self.loss_scale, self.counter, self.factor, self.period, self.min_loss_scale, maximum=FLOAT32_MAX
@@ -349,6 +498,20 @@ LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
-    """Return `a` if the scalar bool `pred` holds, else `b`. Non-numeric leaves must be equal in both."""
+    """Return `a` if the scalar bool `pred` holds, else `b`. Non-numeric leaves must be equal in both.
+
+    Args:
+        pred: A scalar bool.
+        a: A pytree.
+        b: A pytree of the same structure.
+
+    Returns:
+        A pytree like both.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import jmp
+    >>> float(jmp.select_tree(jnp.array(False), jnp.ones(()), jnp.zeros(())))
+    0.0
+    """
     check_condition("select_tree", pred, "select_tree(jmp.all_finite(grads), new, old)")
     return tree_where(pred, a, b)

@@ -57,6 +57,7 @@ from ._scaling.scale_tree import scale_tree, unscale_tree
 from ._scaling.state import DynamicScalerState
 from ._scaling.update import update_if_finite
 from ._transform.amp import amp, amp_stop
+from ._transform.loss_scaling import note_own_scale
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating, is_array_or_number, is_inexact_array, tree_where
 
@@ -98,7 +99,16 @@ _half_dtype: Any = jnp.float16
 
 
 def half_precision_datatype() -> Any:
-    """The dtype used as half precision: `jnp.float16` unless set otherwise."""
+    """The dtype used as half precision: `jnp.float16` unless set otherwise.
+
+    Returns:
+        A dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.half_precision_datatype().__name__
+    'float16'
+    """
     return _half_dtype
 
 
@@ -107,6 +117,13 @@ def set_half_precision_datatype(datatype: Any) -> None:
 
     Args:
         datatype: `jnp.float16` or `jnp.bfloat16`, or its name.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.set_half_precision_datatype(jnp.bfloat16)
+    >>> mpx.cast_to_half_precision(jnp.ones(2)).dtype.name
+    'bfloat16'
+    >>> mpx.set_half_precision_datatype(jnp.float16)
 
     **Sharp edges**
 
@@ -141,6 +158,13 @@ def __getattr__(name: str) -> Any:
 def cast_tree(tree: Tree, dtype: Any) -> Tree:
     """Cast the arrays of a pytree that are float16, bfloat16 or float32.
 
+    Args:
+        tree: Any pytree.
+        dtype: The dtype.
+
+    Returns:
+        The pytree, in that dtype.
+
     >>> from jaxamp import mpx
     >>> mpx.cast_tree({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.float16)
     {'step': Array(3, dtype=int32), 'w': Array([1., 1.], dtype=float16)}
@@ -154,27 +178,87 @@ def _is_float_up_to_32_bits(x: Any) -> bool:
 
 
 def cast_to_float16(x: Tree) -> Tree:
-    """`cast_tree` to float16."""
+    """`cast_tree` to float16.
+
+    Args:
+        x: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.cast_to_float16({"w": jnp.ones(2)})["w"].dtype.name
+    'float16'
+    """
     return cast_tree(x, jnp.float16)
 
 
 def cast_to_bfloat16(x: Tree) -> Tree:
-    """`cast_tree` to bfloat16."""
+    """`cast_tree` to bfloat16.
+
+    Args:
+        x: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.cast_to_bfloat16({"w": jnp.ones(2)})["w"].dtype.name
+    'bfloat16'
+    """
     return cast_tree(x, jnp.bfloat16)
 
 
 def cast_to_float32(x: Tree) -> Tree:
-    """`cast_tree` to float32."""
+    """`cast_tree` to float32.
+
+    Args:
+        x: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.cast_to_float32({"w": jnp.ones(2)})["w"].dtype.name
+    'float32'
+    """
     return cast_tree(x, jnp.float32)
 
 
 def cast_to_full_precision(x: Tree) -> Tree:
-    """`cast_tree` to float32."""
+    """`cast_tree` to float32.
+
+    Args:
+        x: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.cast_to_full_precision({"w": jnp.ones(2)})["w"].dtype.name
+    'float32'
+    """
     return cast_tree(x, jnp.float32)
 
 
 def cast_to_half_precision(x: Tree) -> Tree:
-    """`cast_tree` to `half_precision_datatype()`."""
+    """`cast_tree` to `half_precision_datatype()`.
+
+    Args:
+        x: Any pytree.
+
+    Returns:
+        The pytree, in that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.cast_to_half_precision({"w": jnp.ones(2)})["w"].dtype.name
+    'float16'
+    """
     return cast_tree(x, half_precision_datatype())
 
 
@@ -185,6 +269,9 @@ def cast_function(func: Callable[..., Any], dtype: Any, return_dtype: Any = None
         func: The function. If it is a pytree, such as an Equinox module, its own arrays are cast too.
         dtype: The dtype of the arguments' floats.
         return_dtype: The dtype of the results' floats; `None` is `dtype`.
+
+    Returns:
+        A function like `func`.
 
     >>> from jaxamp import mpx
     >>> mpx.cast_function(lambda x: {"y": x * 2}, jnp.float16, jnp.float32)(jnp.ones(2))
@@ -207,6 +294,14 @@ def force_full_precision(func: Callable[..., Any], return_dtype: Any = half_prec
         func: The function.
         return_dtype: The dtype of the results' floats. The default is the half precision in use when the function is
             called; `None` is float32.
+
+    Returns:
+        A function like `func`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> mpx.force_full_precision(jnp.sum, jnp.float16)(jnp.ones(4, jnp.float16)).dtype.name
+    'float16'
     """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -247,6 +342,7 @@ class DynamicLossScaling(eqx.Module):
     def __init__(
         self, loss_scaling: Any, min_loss_scaling: Any, factor: Any = 2, period: Any = 2000, counter: Any = None
     ):
+        note_own_scale()
         name, counter = "DynamicLossScaling", 0 if counter is None else counter
         self.loss_scaling = checked_scalar(name, "loss_scaling", loss_scaling, np.float32, "2.0**15", finite=False)
         self.min_loss_scaling = checked_scalar(
@@ -258,15 +354,36 @@ class DynamicLossScaling(eqx.Module):
         self.factor, self.period = factor, period
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiply a pytree's floats by the scale, in float32 or wider."""
+        """Multiply a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, scaled.
+        """
         return scale_tree(tree, self.loss_scaling)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divide a pytree's floats by the scale, in float32 or wider."""
+        """Divide a pytree's floats by the scale, in float32 or wider.
+
+        Args:
+            tree: Any pytree.
+
+        Returns:
+            The pytree, unscaled.
+        """
         return unscale_tree(tree, self.loss_scaling)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
-        """The next loss scaling, given whether this step's gradients were finite."""
+        """The next loss scaling, given whether this step's gradients were finite.
+
+        Args:
+            grads_finite: Whether the gradients were finite, a scalar bool.
+
+        Returns:
+            The loss scale of the next step.
+        """
         check_condition("adjust", grads_finite, "loss_scaling.adjust(mpx.all_finite(grads))")
         return self._with_state(self._as_state().adjust(grads_finite))
 
@@ -282,7 +399,22 @@ class DynamicLossScaling(eqx.Module):
 
 
 def scaled(func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool = False) -> Callable[..., Any]:
-    """Scale the result of a function; with `has_aux`, the first of its two results."""
+    """Scale the result of a function; with `has_aux`, the first of its two results.
+
+    Args:
+        func: A function.
+        scaling: The loss scaling of this step.
+        has_aux: Whether `func` returns `(loss, aux)`.
+
+    Returns:
+        A function like `func`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> scaling = mpx.DynamicLossScaling(2.0**10, 1.0)
+    >>> float(mpx.scaled(jnp.sum, scaling)(jnp.ones(2)))
+    2048.0
+    """
     _check_scaling("scaled", scaling)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -295,7 +427,21 @@ def scaled(func: Callable[..., Any], scaling: DynamicLossScaling, has_aux: bool 
 
 
 def select_tree(pred: Any, a: Tree, b: Tree) -> Tree:
-    """Return `a` if the scalar bool `pred` holds, else `b`. Leaves that aren't arrays or numbers come from `a`."""
+    """Return `a` if the scalar bool `pred` holds, else `b`. Leaves that aren't arrays or numbers come from `a`.
+
+    Args:
+        pred: A scalar bool.
+        a: A pytree.
+        b: A pytree of the same structure.
+
+    Returns:
+        A pytree like both.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> float(mpx.select_tree(jnp.array(False), jnp.ones(()), jnp.zeros(())))
+    0.0
+    """
     check_condition("select_tree", pred, "select_tree(mpx.all_finite(grads), new, old)")
     return tree_where(pred, a, jax.tree.map(lambda x, y: y if is_array_or_number(x) else x, a, b))
 
@@ -326,6 +472,13 @@ def filter_grad(
         A function like `func` that returns `(scaling, grads_finite, grads)`, or `(scaling, grads_finite, grads, aux)`:
         the next loss scaling, whether the gradients are finite, and the gradients in float32.
 
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> scaling = mpx.DynamicLossScaling(2.0**10, 1.0)
+    >>> scaling, finite, grads = mpx.filter_grad(jnp.square, scaling)(jnp.float32(3))
+    >>> bool(finite), float(grads)
+    (True, 6.0)
+
     **Sharp edges**
 
     - Non-finite gradients are returned as they are. Pass `grads_finite` to `optimizer_update`.
@@ -350,6 +503,17 @@ def filter_value_and_grad(
     use_amp: bool = False,
 ) -> Callable[..., Any]:
     """Like `filter_grad`, with the loss: `(value, scaling, grads_finite, grads)`, or `((value, aux), ...)`.
+
+    Args:
+        func: The loss.
+        scaling: The loss scaling of this step.
+        has_aux: Whether `func` returns `(loss, aux)`.
+        use_mixed_precision: If `False`, this is `equinox.filter_value_and_grad`.
+        use_amp: Run `jaxamp.amp(func)` instead of casting all arguments to half precision.
+
+    Returns:
+        A function like `func` that returns `(value, scaling, grads_finite, grads)`, or `((value, aux), scaling,
+        grads_finite, grads)`.
 
     >>> from jaxamp import mpx
     >>> scaling = mpx.DynamicLossScaling(2.0**10, 1.0, period=1)
@@ -392,6 +556,22 @@ def calculate_scaled_grad(
 
     The function returns `(value, grads)`, or `((value, aux), grads)`. For unscaled ones, use `filter_value_and_grad`,
     which never multiplies the loss.
+
+    Args:
+        func: The loss.
+        scaling: The loss scaling of this step.
+        has_aux: Whether `func` returns `(loss, aux)`.
+        use_mixed_precision: If `False`, nothing is cast or scaled.
+
+    Returns:
+        A function like `func`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import mpx
+    >>> scaling = mpx.DynamicLossScaling(2.0**10, 1.0)
+    >>> value, grads = mpx.calculate_scaled_grad(jnp.square, scaling)(jnp.float32(3))
+    >>> float(value), float(scaling.unscale(grads))
+    (9216.0, 6.0)
     """
     _check_scaling("calculate_scaled_grad", scaling, use_mixed_precision)
 
@@ -407,7 +587,25 @@ def calculate_scaled_grad(
 def optimizer_update(
     model: Tree, optimizer: optax.GradientTransformation, optimizer_state: Any, grads: Any, grads_finite: Any
 ) -> tuple[Tree, Any]:
-    """Take an optimizer step if the gradients are finite: `jaxamp.update_if_finite`."""
+    """Take an optimizer step if the gradients are finite: `jaxamp.update_if_finite`.
+
+    Args:
+        model: The parameters.
+        optimizer: An Optax optimizer.
+        optimizer_state: Its state.
+        grads: The gradients.
+        grads_finite: Whether they are finite, a scalar bool.
+
+    Returns:
+        The model and the state of the optimizer.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import mpx
+    >>> model, tx = jnp.ones(2), optax.sgd(0.5)
+    >>> model, state = mpx.optimizer_update(model, tx, tx.init(model), jnp.ones(2), jnp.array(True))
+    >>> model.tolist()
+    [0.5, 0.5]
+    """
     instead = "the grads_finite that filter_grad returned, or mpx.all_finite(grads)"
     check_condition("optimizer_update", grads_finite, instead)
     return update_if_finite(model, optimizer, optimizer_state, grads, grads_finite)

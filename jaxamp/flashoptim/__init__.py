@@ -95,14 +95,39 @@ ParamGroups = list[dict[str, Any]] | None
 
 
 class FlashOptimizer(NamedTuple):
-    """`init(params)` and `step(params, state, grads, *, scale=None, ok=None)`."""
+    """`init(params)` and `step(params, state, grads, *, scale=None, ok=None)`.
+
+    Attributes:
+        init: Makes the state.
+        step: Takes a step, and returns parameters and state.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_lion(), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
 
     init: Callable[[Any], Any]
     step: Callable[..., tuple[Any, Any]]
 
 
 class FlashAdamState(NamedTuple):
-    """Adam's state: trees of `QuantizedArray`s or float32 arrays, and one of corrections."""
+    """Adam's state: trees of `QuantizedArray`s or float32 arrays, and one of corrections.
+
+    Attributes:
+        count: The number of steps taken.
+        mu: First moments.
+        nu: Second moments.
+        ecc: Corrections.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_adamw().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> type(state).__name__, state.nu["w"].values.dtype.name
+    ('FlashAdamState', 'uint8')
+    """
 
     count: Any
     mu: Any
@@ -111,7 +136,19 @@ class FlashAdamState(NamedTuple):
 
 
 class FlashLionState(NamedTuple):
-    """Lion's state."""
+    """Lion's state.
+
+    Attributes:
+        count: The number of steps taken.
+        mu: First moments.
+        ecc: Corrections.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_lion().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> type(state).__name__, int(state.count)
+    ('FlashLionState', 0)
+    """
 
     count: Any
     mu: Any
@@ -119,7 +156,19 @@ class FlashLionState(NamedTuple):
 
 
 class FlashSGDState(NamedTuple):
-    """SGD's state."""
+    """SGD's state.
+
+    Attributes:
+        count: The number of steps taken.
+        mu: First moments.
+        ecc: Corrections.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_sgd().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> type(state).__name__, int(state.count)
+    ('FlashSGDState', 0)
+    """
 
     count: Any
     mu: Any
@@ -143,7 +192,31 @@ def flash_adam(
     *,
     variance_floor: bool = True,
 ) -> FlashOptimizer:
-    """Adam. `variance_floor=False` is flashoptim-jax's own rounding."""
+    """Adam. `variance_floor=False` is flashoptim-jax's own rounding.
+
+    Args:
+        learning_rate: A number, or a schedule.
+        b1: The decay of the first moment.
+        b2: The decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Times the weight, added to the gradient.
+        quantize: Whether moments are stored in bytes.
+        master_weight_bits: 24 or 32 for weights with more bits than their parameters; None for none.
+        group_size: How many entries share a scale.
+        fused: True refuses what flashoptim-jax's kernels can't read. One implementation serves both.
+        param_groups: Other settings for some leaves, as for `jaxamp.optim.flash_adamw`.
+        variance_floor: Whether to keep a nonzero second moment from being stored as zero.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_adam(), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
     return _make_optimizer(FlashAdamState, ADAM, hyper, storage, fused, param_groups)
@@ -163,7 +236,31 @@ def flash_adamw(
     *,
     variance_floor: bool = True,
 ) -> FlashOptimizer:
-    """AdamW. `variance_floor=False` is flashoptim-jax's own rounding."""
+    """AdamW. `variance_floor=False` is flashoptim-jax's own rounding.
+
+    Args:
+        learning_rate: A number, or a schedule.
+        b1: The decay of the first moment.
+        b2: The decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Times the learning rate, the fraction of a weight that each step subtracts.
+        quantize: Whether moments are stored in bytes.
+        master_weight_bits: 24 or 32 for weights with more bits than their parameters; None for none.
+        group_size: How many entries share a scale.
+        fused: True refuses what flashoptim-jax's kernels can't read. One implementation serves both.
+        param_groups: Other settings for some leaves, as for `jaxamp.optim.flash_adamw`.
+        variance_floor: Whether to keep a nonzero second moment from being stored as zero.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_adamw(), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size, variance_floor)
     return _make_optimizer(FlashAdamState, ADAMW, hyper, storage, fused, param_groups)
@@ -181,7 +278,30 @@ def flash_sgd(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """SGD, with weight decay added to the gradient."""
+    """SGD, with weight decay added to the gradient.
+
+    Args:
+        learning_rate: A number, or a schedule.
+        momentum: The decay of the momentum.
+        dampening: The part of the gradient that the momentum leaves out.
+        weight_decay: Times the weight, added to the gradient.
+        nesterov: Whether to look ahead by one step.
+        quantize: Whether moments are stored in bytes.
+        master_weight_bits: 24 or 32 for weights with more bits than their parameters; None for none.
+        group_size: How many entries share a scale.
+        fused: True refuses what flashoptim-jax's kernels can't read. One implementation serves both.
+        param_groups: Other settings for some leaves, as for `jaxamp.optim.flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_sgd(momentum=0.9), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size)
     return _make_optimizer(FlashSGDState, SGD, hyper, storage, fused, param_groups)
@@ -199,7 +319,30 @@ def flash_sgdw(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """SGD, with weight decay separate from the gradient."""
+    """SGD, with weight decay separate from the gradient.
+
+    Args:
+        learning_rate: A number, or a schedule.
+        momentum: The decay of the momentum.
+        dampening: The part of the gradient that the momentum leaves out.
+        weight_decay: Times the learning rate, the fraction of a weight that each step subtracts.
+        nesterov: Whether to look ahead by one step.
+        quantize: Whether moments are stored in bytes.
+        master_weight_bits: 24 or 32 for weights with more bits than their parameters; None for none.
+        group_size: How many entries share a scale.
+        fused: True refuses what flashoptim-jax's kernels can't read. One implementation serves both.
+        param_groups: Other settings for some leaves, as for `jaxamp.optim.flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_sgdw(momentum=0.9), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay)
     storage = _storage(quantize, master_weight_bits, group_size)
     return _make_optimizer(FlashSGDState, SGDW, hyper, storage, fused, param_groups)
@@ -216,7 +359,29 @@ def flash_lion(
     fused: bool = True,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """Lion."""
+    """Lion.
+
+    Args:
+        learning_rate: A number, or a schedule.
+        b1: The decay of the moment in the step.
+        b2: The decay of the moment in the state.
+        weight_decay: Times the learning rate, the fraction of a weight that each step subtracts.
+        quantize: Whether moments are stored in bytes.
+        master_weight_bits: 24 or 32 for weights with more bits than their parameters; None for none.
+        group_size: How many entries share a scale.
+        fused: True refuses what flashoptim-jax's kernels can't read. One implementation serves both.
+        param_groups: Other settings for some leaves, as for `jaxamp.optim.flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> optimizer, params = flashoptim.flash_lion(), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state = optimizer.step(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "weight_decay": weight_decay}
     storage = _storage(quantize, master_weight_bits, group_size)
     return _make_optimizer(FlashLionState, LION, hyper, storage, fused, param_groups)
@@ -261,30 +426,114 @@ def _make_optimizer(
 
 
 def flash_adamw_state_dict(state: FlashAdamState) -> dict[str, Any]:
-    """The state of Adam or AdamW as a dict of arrays and structures."""
+    """The state of Adam or AdamW as a dict of arrays and structures.
+
+    Args:
+        state: The state of an optimizer.
+
+    Returns:
+        A dict.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_adamw().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_adamw_state_dict(flashoptim.flash_adamw_state_dict(state))
+    >>> type(restored).__name__
+    'FlashAdamState'
+    """
     return state_to_dict(state)
 
 
 def load_flash_adamw_state_dict(state_dict: dict[str, Any]) -> FlashAdamState:
-    """Restore a state from `flash_adamw_state_dict`, ours or flashoptim-jax's."""
+    """Restore a state from `flash_adamw_state_dict`, ours or flashoptim-jax's.
+
+    Args:
+        state_dict: The dict.
+
+    Returns:
+        A `FlashAdamState`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_adamw().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_adamw_state_dict(flashoptim.flash_adamw_state_dict(state))
+    >>> type(restored).__name__
+    'FlashAdamState'
+    """
     return state_from_dict(FlashAdamState, state_dict)
 
 
 def flash_lion_state_dict(state: FlashLionState) -> dict[str, Any]:
-    """The state of Lion as a dict of arrays and structures."""
+    """The state of Lion as a dict of arrays and structures.
+
+    Args:
+        state: The state of an optimizer.
+
+    Returns:
+        A dict.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_lion().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_lion_state_dict(flashoptim.flash_lion_state_dict(state))
+    >>> type(restored).__name__
+    'FlashLionState'
+    """
     return state_to_dict(state)
 
 
 def load_flash_lion_state_dict(state_dict: dict[str, Any]) -> FlashLionState:
-    """Restore a state from `flash_lion_state_dict`, ours or flashoptim-jax's."""
+    """Restore a state from `flash_lion_state_dict`, ours or flashoptim-jax's.
+
+    Args:
+        state_dict: The dict.
+
+    Returns:
+        A `FlashLionState`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_lion().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_lion_state_dict(flashoptim.flash_lion_state_dict(state))
+    >>> type(restored).__name__
+    'FlashLionState'
+    """
     return state_from_dict(FlashLionState, state_dict)
 
 
 def flash_sgd_state_dict(state: FlashSGDState) -> dict[str, Any]:
-    """The state of SGD as a dict of arrays and structures."""
+    """The state of SGD as a dict of arrays and structures.
+
+    Args:
+        state: The state of an optimizer.
+
+    Returns:
+        A dict.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_sgd().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_sgd_state_dict(flashoptim.flash_sgd_state_dict(state))
+    >>> type(restored).__name__
+    'FlashSGDState'
+    """
     return state_to_dict(state)
 
 
 def load_flash_sgd_state_dict(state_dict: dict[str, Any]) -> FlashSGDState:
-    """Restore a state from `flash_sgd_state_dict`, ours or flashoptim-jax's."""
+    """Restore a state from `flash_sgd_state_dict`, ours or flashoptim-jax's.
+
+    Args:
+        state_dict: The dict.
+
+    Returns:
+        A `FlashSGDState`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> state = flashoptim.flash_sgd().init({"w": jnp.ones((2, 32), jnp.bfloat16)})
+    >>> restored = flashoptim.load_flash_sgd_state_dict(flashoptim.flash_sgd_state_dict(state))
+    >>> type(restored).__name__
+    'FlashSGDState'
+    """
     return state_from_dict(FlashSGDState, state_dict)

@@ -13,7 +13,17 @@ from ..optim._storage import Storage
 
 
 class QuantizedArray(NamedTuple):
-    """Bytes, and a float16 scale for each group of them."""
+    """Bytes, and a float16 scale for each group of them.
+
+    Attributes:
+        values: Bytes, of the shape of the array.
+        scales: One for each group.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> flashoptim.quantize_momentum(jnp.ones(64)).scales.shape
+    (2,)
+    """
 
     values: jax.Array
     scales: jax.Array
@@ -25,22 +35,79 @@ def is_quantized(x: Any) -> bool:
 
 
 def quantize_momentum(x: Any, group_size: int = 32) -> QuantizedArray:
-    """Quantize numbers of both signs to int8."""
+    """Quantize numbers of both signs to int8.
+
+    Args:
+        x: An array.
+        group_size: How many entries share a scale.
+
+    Returns:
+        A `QuantizedArray`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> x = flashoptim.quantize_momentum(jnp.linspace(0.0, 1.0, 32))
+    >>> x.values.dtype.name, float(flashoptim.dequantize_momentum(x)[-1])
+    ('int8', 1.0)
+    """
     return _quantize(PublishedMomentum(), jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_momentum(x: QuantizedArray, group_size: int = 32) -> jax.Array:
-    """Undo `quantize_momentum`, up to rounding."""
+    """Undo `quantize_momentum`, up to rounding.
+
+    Args:
+        x: What `quantize_momentum` returned.
+        group_size: How many entries share a scale.
+
+    Returns:
+        A float32 array.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> x = flashoptim.quantize_momentum(jnp.linspace(0.0, 1.0, 32))
+    >>> x.values.dtype.name, float(flashoptim.dequantize_momentum(x)[-1])
+    ('int8', 1.0)
+    """
     return _dequantize(PublishedMomentum(), x, group_size)
 
 
 def quantize_variance(x: Any, group_size: int = 32, *, floor: bool = True) -> QuantizedArray:
-    """Quantize non-negative numbers to the uint8 of their root. With `floor=False`, small ones may become zero."""
+    """Quantize non-negative numbers to the uint8 of their root. With `floor=False`, small ones may become zero.
+
+    Args:
+        x: An array.
+        group_size: How many entries share a scale.
+        floor: Whether to keep a nonzero number from being stored as zero.
+
+    Returns:
+        A `QuantizedArray`.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> x = flashoptim.quantize_variance(jnp.linspace(0.0, 1.0, 32))
+    >>> x.values.dtype.name, f"{flashoptim.dequantize_variance(x)[-1]:.3f}"
+    ('uint8', '1.000')
+    """
     return _quantize(PublishedVariance(floor), jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_variance(x: QuantizedArray, group_size: int = 32) -> jax.Array:
-    """Undo `quantize_variance`, up to rounding."""
+    """Undo `quantize_variance`, up to rounding.
+
+    Args:
+        x: What `quantize_variance` returned.
+        group_size: How many entries share a scale.
+
+    Returns:
+        A float32 array.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import flashoptim
+    >>> x = flashoptim.quantize_variance(jnp.linspace(0.0, 1.0, 32))
+    >>> x.values.dtype.name, f"{flashoptim.dequantize_variance(x)[-1]:.3f}"
+    ('uint8', '1.000')
+    """
     return _dequantize(PublishedVariance(), x, group_size)
 
 

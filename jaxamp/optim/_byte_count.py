@@ -15,6 +15,10 @@ class Bytes(NamedTuple):
         parameters: How many numbers are trained.
         params: Their bytes.
         state: The bytes of the optimizer's state.
+
+    >>> from jaxamp import optim
+    >>> optim.Bytes(parameters=10, params=20, state=30).per_parameter
+    5.0
     """
 
     parameters: int
@@ -23,6 +27,7 @@ class Bytes(NamedTuple):
 
     @property
     def per_parameter(self) -> float:
+        """Bytes of a parameter and its state."""
         return (self.params + self.state) / max(self.parameters, 1)
 
 
@@ -30,6 +35,13 @@ def optimizer_bytes(optimizer: Any, params: Any) -> Bytes:
     """Count the bytes of parameters and state, for any Optax optimizer.
 
     Nothing is computed, so `params` may hold `jax.ShapeDtypeStruct`s.
+
+    Args:
+        optimizer: Any Optax optimizer.
+        params: The parameters, or their shapes and dtypes.
+
+    Returns:
+        A `Bytes`.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from jaxamp import optim

@@ -21,6 +21,13 @@ _FIELDS = ("mu", "nu", "scales", "correction")
 def to_arrays(params: Any, state: FlashState) -> dict[str, Any]:
     """Return the arrays of parameters and state by name. Leaves of the parameters that aren't arrays are left out.
 
+    Args:
+        params: The parameters.
+        state: The state of the optimizer.
+
+    Returns:
+        A flat dict of arrays.
+
     >>> import jax.numpy as jnp
     >>> from jaxamp import optim
     >>> params = {"w": jnp.ones((2, 32), jnp.bfloat16)}
@@ -52,6 +59,21 @@ def from_arrays(arrays: Mapping[str, Any], params: Any) -> tuple[Any, FlashState
     """Rebuild parameters and state from `to_arrays`, in the structure of `params`.
 
     Only leaves that `to_arrays` left out are taken from `params`; the values of the others don't matter.
+
+    Args:
+        arrays: What `to_arrays` returned.
+        params: Parameters of the same structure.
+
+    Returns:
+        Parameters and state.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_lion(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> params, state = optim.from_arrays(optim.to_arrays(params, state), params)
+    >>> state.mu["w"].dtype.name
+    'uint8'
     """
     given = arrays.get("format")
     if given is None or int(given) != FORMAT:

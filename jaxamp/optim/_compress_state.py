@@ -31,14 +31,36 @@ _STORAGE = Storage()
 
 
 class Compressed(NamedTuple):
-    """A moment in bytes, in place of an array."""
+    """A moment in bytes, in place of an array.
+
+    Attributes:
+        values: Bytes, of the shape of the moment.
+        scales: A scale for each group of them.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import optim
+    >>> state = optim.compress_state(optax.lamb(1e-3)).init({"w": jnp.ones((64, 64))})
+    >>> state.inner[0].mu["w"].values.dtype.name
+    'uint8'
+    """
 
     values: jax.Array
     scales: jax.Array
 
 
 class CompressedState(NamedTuple):
-    """The state of an optimizer under `compress_state`: `inner` has `Compressed` in place of its moments."""
+    """The state of an optimizer under `compress_state`: `inner` has `Compressed` in place of its moments.
+
+    Attributes:
+        count: The number of steps taken.
+        inner: The state of the optimizer.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import optim
+    >>> state = optim.compress_state(optax.lamb(1e-3)).init({"w": jnp.ones((64, 64))})
+    >>> type(state).__name__, type(state.inner[0].mu["w"]).__name__
+    ('CompressedState', 'Compressed')
+    """
 
     count: Any
     inner: Any
@@ -59,6 +81,9 @@ def compress_state(
         kinds: `"momentum"` for a field whose numbers have both signs, `"variance"` for one that is never negative. A
             key is the name of a field, or `"State.field"` for the field of one class. Fields that are not listed, or
             listed as None, are left alone.
+
+    Returns:
+        An Optax optimizer with a `CompressedState`.
 
     >>> import jax.numpy as jnp, optax
     >>> from jaxamp import optim

@@ -81,7 +81,27 @@ def flash_adam(
     storage: Storage = _STORAGE,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """Adam, with weight decay added to the gradient. The rest is as for `flash_adamw`."""
+    """Adam, with weight decay added to the gradient. The rest is as for `flash_adamw`.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of steps taken.
+        b1: The decay of the first moment.
+        b2: The decay of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Times the weight, added to the gradient.
+        storage: How weights and moments are stored.
+        param_groups: Other settings for some leaves, as for `flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adam(1e-3), {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((4, 64))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     return make_optimizer(ADAM, adam_hyperparameters(learning_rate, b1, b2, eps, weight_decay), storage, param_groups)
 
 
@@ -99,6 +119,25 @@ def flash_sgd(
 
     Weight decay is added to the gradient. Without momentum, the correction is the only state. The rest is as for
     `flash_adamw`.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of steps taken.
+        momentum: The decay of the momentum; None for none.
+        nesterov: Whether to look ahead by one step.
+        dampening: The part of the gradient that the momentum leaves out.
+        weight_decay: Times the weight, added to the gradient.
+        storage: How weights and moments are stored.
+        param_groups: Other settings for some leaves, as for `flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_sgd(1e-3, momentum=0.9), {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((4, 64))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
     """
     return make_optimizer(
         SGD, sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
@@ -115,7 +154,27 @@ def flash_sgdw(
     storage: Storage = _STORAGE,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """`flash_sgd` with weight decay as in AdamW, separate from the gradient."""
+    """`flash_sgd` with weight decay as in AdamW, separate from the gradient.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of steps taken.
+        momentum: The decay of the momentum; None for none.
+        nesterov: Whether to look ahead by one step.
+        dampening: The part of the gradient that the momentum leaves out.
+        weight_decay: Times the learning rate, the fraction of a weight that each step subtracts.
+        storage: How weights and moments are stored.
+        param_groups: Other settings for some leaves, as for `flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_sgdw(1e-3, momentum=0.9), {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((4, 64))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     return make_optimizer(
         SGDW, sgd_hyperparameters(learning_rate, momentum, nesterov, dampening, weight_decay), storage, param_groups
     )
@@ -130,7 +189,26 @@ def flash_lion(
     storage: Storage = _STORAGE,
     param_groups: ParamGroups = None,
 ) -> FlashOptimizer:
-    """Lion in 4.063 bytes per parameter: it has one moment, of one byte. The rest is as for `flash_adamw`."""
+    """Lion in 4.063 bytes per parameter: it has one moment, of one byte. The rest is as for `flash_adamw`.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of steps taken.
+        b1: The decay of the moment in the step.
+        b2: The decay of the moment in the state.
+        weight_decay: Times the learning rate, the fraction of a weight that each step subtracts.
+        storage: How weights and moments are stored.
+        param_groups: Other settings for some leaves, as for `flash_adamw`.
+
+    Returns:
+        A `FlashOptimizer`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_lion(1e-3), {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    >>> params, state = jax.jit(optimizer.step)(params, optimizer.init(params), {"w": jnp.ones((4, 64))})
+    >>> int(state.count), params["w"].dtype.name
+    (1, 'bfloat16')
+    """
     hyper = {"learning_rate": learning_rate, "b1": b1, "b2": b2, "weight_decay": weight_decay}
     return make_optimizer(LION, hyper, storage, param_groups)
 

@@ -33,6 +33,14 @@ class Float32(NamedTuple):
         weights: Parameters with their corrections; leaves that aren't floats are unchanged.
         mu: First moments; None for leaves that have none.
         nu: Second moments; None for leaves that have none.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> float32 = optim.to_float32(optimizer, params, state)
+    >>> float32.weights["w"].dtype.name, float32.nu["w"].dtype.name
+    ('float32', 'float32')
     """
 
     count: Any
@@ -45,6 +53,20 @@ def float32_weights(params: Any, state: FlashState) -> Any:
     """Return the weights as the optimizer sees them: parameters with their corrections, in float32.
 
     The state may also be that of `with_master_weights`. Leaves that aren't floats come back unchanged.
+
+    Args:
+        params: The parameters.
+        state: The state of the optimizer.
+
+    Returns:
+        A tree like the parameters.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> optim.float32_weights(params, state)["w"].dtype.name
+    'float32'
     """
     name = "float32_weights"
     if not hasattr(state, "correction"):
@@ -65,6 +87,14 @@ def to_float32(optimizer: FlashOptimizer, params: Any, state: FlashState) -> Flo
     """Convert weights and moments of a compressed optimizer to float32.
 
     To continue with `optax.adamw`, use the state `optax.ScaleByAdamState(float32.count, float32.mu, float32.nu)`.
+
+    Args:
+        optimizer: The optimizer of the state.
+        params: The parameters.
+        state: The state of the optimizer.
+
+    Returns:
+        A `Float32`.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxamp import optim
@@ -92,6 +122,23 @@ def from_float32(optimizer: FlashOptimizer, float32: Float32, like: Any) -> tupl
     After `to_float32`, this returns the same moments, and the same weights within the bound of `Weight`: a weight
     halfway between two parameters may be stored as the other one, with another correction. A moment that is None
     becomes zero. The leaves of `like` may be `jax.ShapeDtypeStruct`s.
+
+    Args:
+        optimizer: The optimizer that is to continue.
+        float32: What `to_float32` returned, or made from the state of another optimizer.
+        like: Parameters, or their shapes and dtypes.
+
+    Returns:
+        Parameters and state.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> float32 = optim.to_float32(optimizer, params, state)
+    >>> params, state = optim.from_float32(optimizer, float32, like=params)
+    >>> params["w"].dtype.name
+    'bfloat16'
     """
     if not isinstance(float32, Float32):
         raise TypeError(
@@ -136,6 +183,23 @@ def to_layout(optimizer: FlashOptimizer, params: Any, state: FlashState, layout:
 
     An optimizer can continue with a state of any layout. Where the groups change, moments are rounded once more. From
     `"flat"` to `"last"` and back they don't change if the last axis is divisible by the group size.
+
+    Args:
+        optimizer: The optimizer of the state.
+        params: The parameters.
+        state: The state of the optimizer.
+        layout: `"last"`, `"rows"` or `"flat"`.
+
+    Returns:
+        The state, in that layout.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> state = optim.to_layout(optimizer, params, state, "flat")
+    >>> state.scales["w"].shape
+    (2, 2, 1)
     """
     if layout not in LAYOUTS:
         raise ValueError(

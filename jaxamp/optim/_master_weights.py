@@ -14,7 +14,18 @@ from ._weight_codec import LOW_DTYPES, change_and_correction, check_correction, 
 
 
 class MasterState(NamedTuple):
-    """The state of an optimizer under `with_master_weights`: the corrections, and its own state `inner`."""
+    """The state of an optimizer under `with_master_weights`: the corrections, and its own state `inner`.
+
+    Attributes:
+        correction: The part of each weight that its parameter can't hold; None for float32 parameters.
+        inner: The state of the optimizer.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jaxamp import optim
+    >>> state = optim.with_master_weights(optax.sgd(1e-3)).init({"w": jnp.ones(4, jnp.bfloat16)})
+    >>> state.correction["w"].dtype.name
+    'int8'
+    """
 
     correction: Any
     inner: Any
@@ -31,6 +42,9 @@ def with_master_weights(
     Args:
         tx: Any Optax optimizer.
         master_weight_bits: 24 or 32.
+
+    Returns:
+        An Optax optimizer with a `MasterState`.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from jaxamp import optim

@@ -122,6 +122,9 @@ class _Minifloat:
 class Momentum(_Minifloat):
     """Signed numbers as uint8, the first bit of which is the sign.
 
+    Attributes:
+        half: Whether scales are float16, which has little range: then they are those of the roots of a variance.
+
     >>> x = jnp.array([-0.5, 0.0, 0.01, 1.0])
     >>> codec = Momentum()
     >>> top = codec.top(x, 0)
@@ -139,22 +142,63 @@ class Momentum(_Minifloat):
         return (1 - 2.0**-21) * float(1 - self._base / _LARGEST)
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """The argument of `encode` for each group: the reciprocal root of the largest magnitude."""
+        """The argument of `encode` for each group: the reciprocal root of the largest magnitude.
+
+        Args:
+            x: Numbers in groups.
+            axis: The axis along which a group lies.
+
+        Returns:
+            One number for each group.
+        """
         return _top(jnp.abs(x), axis)
 
     def is_finite(self, top: jax.Array) -> jax.Array:
-        """Whether all entries of each group are finite."""
+        """Whether all entries of each group are finite.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            Bools, one for each group.
+        """
         return top > 0.0
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored. Zero if it is not finite, so that the group starts over."""
+        """The scale of each group, before it is stored. Zero if it is not finite, so that the group starts over.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            The scale of each group, for `decode`.
+        """
         return self._scale(top) * (_LARGEST if self.half else np.float32(1.0))
 
     def encode(self, x: jax.Array, top: jax.Array, dither: jax.Array | None = None) -> jax.Array:
+        """Round numbers to codes.
+
+        Args:
+            x: Numbers in groups.
+            top: What `top` returned, in a shape that fits.
+            dither: What to add before rounding down; None rounds to nearest.
+
+        Returns:
+            Codes.
+        """
         sign = (lax.bitcast_convert_type(x, jnp.int32) >> np.int32(24)) & np.int32(0x80)
         return (self._rounded(self._scaled(jnp.abs(x), top) + self._base, dither) | sign).astype(self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        """Turn codes into numbers.
+
+        Args:
+            code: What `encode` returned.
+            scale: What `scale` returned, in a shape that fits.
+
+        Returns:
+            Numbers in float32.
+        """
         code = code.astype(jnp.int32)
         scale = scale * (np.float32(1.0) / _LARGEST) if self.half else scale
         sign = (code & np.int32(0x80)) << np.int32(24)
@@ -165,6 +209,9 @@ class Momentum(_Minifloat):
 @dataclasses.dataclass(frozen=True)
 class Variance(_Minifloat):
     """Non-negative numbers as the bits of an int8.
+
+    Attributes:
+        half: Whether scales are float16, which has little range: then they are those of the roots of a variance.
 
     >>> x = jnp.array([0.0, 1e-4, 0.25, 1.0])
     >>> codec = Variance()
@@ -179,22 +226,55 @@ class Variance(_Minifloat):
     _codes, _pieces = 255, ((4, 32), (10, 8), (12, 4))
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """The argument of `encode` for each group: the reciprocal root of the largest."""
+        """The argument of `encode` for each group: the reciprocal root of the largest.
+
+        Args:
+            x: Numbers in groups.
+            axis: The axis along which a group lies.
+
+        Returns:
+            One number for each group.
+        """
         return _top(x, axis)
 
     def scale(self, top: jax.Array) -> jax.Array:
         """The scale of each group, before it is stored. Zero if it is NaN, so that the group starts over.
 
         If it is infinite, finite entries have the smallest code of the largest scale.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            The scale of each group, for `decode`.
         """
         scale = self._scale(jnp.maximum(top, _ROOT))
         return np.float32(4.0) * jnp.sqrt(scale) if self.half else scale
 
     def encode(self, x: jax.Array, top: jax.Array, dither: jax.Array | None = None) -> jax.Array:
+        """Round numbers to codes.
+
+        Args:
+            x: Numbers in groups.
+            top: What `top` returned, in a shape that fits.
+            dither: What to add before rounding down; None rounds to nearest.
+
+        Returns:
+            Codes.
+        """
         code = self._rounded(jnp.maximum(self._scaled(x, top), self._base), dither)
         return lax.bitcast_convert_type(code.astype(jnp.uint8), self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        """Turn codes into numbers.
+
+        Args:
+            code: What `encode` returned.
+            scale: What `scale` returned, in a shape that fits.
+
+        Returns:
+            Numbers in float32.
+        """
         code = lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.int32)
         value = self._value(code)
         return value * (np.float32(1.0) / _LARGEST) * scale * scale if self.half else value * scale

@@ -40,23 +40,34 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[mis
             finite; if not, every bit stays as it was.
         storage: `storage(path, leaf)` returns how the state of a leaf is stored.
         name: The function that made it.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> params, state, finite = optimizer.step_if_finite(params, optimizer.init(params), {"w": jnp.ones((2, 32))})
+    >>> optimizer.name, bool(finite)
+    ('flash_adamw', True)
     """
 
     # These are attributes of `update`, so that they survive when `jax.tree.map` takes the pair apart and rebuilds it.
     @property
     def step(self) -> Callable[..., tuple[Any, FlashState]]:
+        """Write the parameters directly: `step(params, state, grads, *, scale=None, ok=None)`."""
         return self.update.step
 
     @property
     def step_if_finite(self) -> Callable[..., tuple[Any, FlashState, jax.Array]]:
+        """Take a step if the gradients are finite: `step_if_finite(params, state, grads, *, scale=None)`."""
         return self.update.step_if_finite
 
     @property
     def storage(self) -> Callable[[Any, Any], Storage]:
+        """How the state of a leaf is stored: `storage(path, leaf)`."""
         return self.update.storage
 
     @property
     def name(self) -> str:
+        """The function that made it."""
         return self.update.name
 
 

@@ -55,22 +55,63 @@ class PublishedMomentum:
     dtype = jnp.dtype(jnp.int8)
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """The argument of `encode` for each group: the largest magnitude."""
+        """The argument of `encode` for each group: the largest magnitude.
+
+        Args:
+            x: Numbers in groups.
+            axis: The axis along which a group lies.
+
+        Returns:
+            One number for each group.
+        """
         return lax.reduce(jnp.abs(x), np.float32(ROOT_TINY), lax.max, (axis % x.ndim,))
 
     def is_finite(self, top: jax.Array) -> jax.Array:
-        """Whether all entries of each group are finite."""
+        """Whether all entries of each group are finite.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            Bools, one for each group.
+        """
         return jnp.isfinite(top)
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored. Zero if it is not finite, so that the group starts over."""
+        """The scale of each group, before it is stored. Zero if it is not finite, so that the group starts over.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            The scale of each group, for `decode`.
+        """
         return jnp.where(jnp.isfinite(top), top, 0.0)
 
     def encode(self, x: jax.Array, top: jax.Array, dither: jax.Array | None = None) -> jax.Array:
+        """Round numbers to codes.
+
+        Args:
+            x: Numbers in groups.
+            top: What `top` returned, in a shape that fits.
+            dither: What to add before rounding down; None rounds to nearest.
+
+        Returns:
+            Codes.
+        """
         x, top = x * _ROOM, top * _ROOM
         return round_to_int(254.0 * x / (top + jnp.abs(x)) + _offset(dither), self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        """Turn codes into numbers.
+
+        Args:
+            code: What `encode` returned.
+            scale: What `scale` returned, in a shape that fits.
+
+        Returns:
+            Numbers in float32.
+        """
         y = code.astype(jnp.float32)
         return y * (scale * _ROOM) / (254.0 - jnp.abs(y)) * (1 / _ROOM)
 
@@ -78,6 +119,9 @@ class PublishedMomentum:
 @dataclasses.dataclass(frozen=True)
 class PublishedVariance:
     """Non-negative numbers as the uint8 of their square root; with `floor`, only zero is stored as zero.
+
+    Attributes:
+        floor: Whether to keep a nonzero number from being stored as zero.
 
     >>> x = jnp.array([0.0, 1e-9, 0.25, 1.0])
     >>> [codec.encode(x, codec.top(x, 0)).tolist() for codec in (PublishedVariance(), PublishedVariance(floor=False))]
@@ -88,20 +132,54 @@ class PublishedVariance:
     dtype = jnp.dtype(jnp.uint8)
 
     def top(self, x: jax.Array, axis: int) -> jax.Array:
-        """The argument of `encode` for each group: the reciprocal of the largest root."""
+        """The argument of `encode` for each group: the reciprocal of the largest root.
+
+        Args:
+            x: Numbers in groups.
+            axis: The axis along which a group lies.
+
+        Returns:
+            One number for each group.
+        """
         return lax.rsqrt(lax.reduce(x, np.float32(TINY), lax.max, (axis % x.ndim,)))
 
     def scale(self, top: jax.Array) -> jax.Array:
-        """The scale of each group, before it is stored: the largest root, or zero if that is NaN."""
+        """The scale of each group, before it is stored: the largest root, or zero if that is NaN.
+
+        Args:
+            top: What `top` returned.
+
+        Returns:
+            The scale of each group, for `decode`.
+        """
         return jnp.where(jnp.isnan(top), 0.0, 1.0 / jnp.maximum(top, np.float32(2.0**-64)))
 
     def encode(self, x: jax.Array, top: jax.Array, dither: jax.Array | None = None) -> jax.Array:
+        """Round numbers to codes.
+
+        Args:
+            x: Numbers in groups.
+            top: What `top` returned, in a shape that fits.
+            dither: What to add before rounding down; None rounds to nearest.
+
+        Returns:
+            Codes.
+        """
         y = 255.0 * jnp.sqrt(jnp.minimum(x, np.finfo(np.float32).max)) * top
         if self.floor:
             y = jnp.where(x > 0.0, jnp.maximum(y, 1.0), y)
         return round_to_int(y + _offset(dither), self.dtype)
 
     def decode(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        """Turn codes into numbers.
+
+        Args:
+            code: What `encode` returned.
+            scale: What `scale` returned, in a shape that fits.
+
+        Returns:
+            Numbers in float32.
+        """
         root = code.astype(jnp.float32) * scale
         return root * (root * np.float32(1 / 255**2))  # scaling by 1 / 255 beforehand would be its own kernel
 

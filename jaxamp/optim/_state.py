@@ -23,6 +23,13 @@ class FlashState(NamedTuple):
 
     Absent parts are None: Lion's second moment, the correction of a float32 parameter, and everything for leaves that
     are not arrays of floats.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxamp import optim
+    >>> optimizer, params = optim.flash_adamw(1e-3), {"w": jnp.ones((2, 32), jnp.bfloat16)}
+    >>> state = optimizer.init(params)
+    >>> [x["w"].dtype.name for x in (state.mu, state.nu, state.correction)]
+    ['uint8', 'int8', 'int8']
     """
 
     count: Any

@@ -77,7 +77,14 @@ together=65536, codes='minifloat', dither=True)
         _check_choice("layout", self.layout, LAYOUTS)
 
     def replace(self, **changes: Any) -> "Storage":
-        """Return the same storage with some fields changed."""
+        """Return the same storage with some fields changed.
+
+        Args:
+            **changes: Fields and their new values.
+
+        Returns:
+            A `Storage`.
+        """
         return dataclasses.replace(self, **changes)
 
     @property
@@ -89,14 +96,28 @@ together=65536, codes='minifloat', dither=True)
         return Momentum(half), Variance(half)
 
     def correction_dtype(self, dtype: Any) -> jnp.dtype | None:
-        """The dtype of the correction of a parameter of this dtype; None if it has none."""
+        """The dtype of the correction of a parameter of this dtype; None if it has none.
+
+        Args:
+            dtype: The dtype of a parameter.
+
+        Returns:
+            A dtype, or None.
+        """
         bits = self.bits_for(dtype)
         if bits is None:
             return None
         return correction_dtype(bits, jnp.bfloat16 if self.codes == "published" else dtype)
 
     def bits_for(self, dtype: Any) -> int | None:
-        """The bits of a weight whose parameter has this dtype; None if it has no correction."""
+        """The bits of a weight whose parameter has this dtype; None if it has no correction.
+
+        Args:
+            dtype: The dtype of a parameter.
+
+        Returns:
+            24, 32 or None.
+        """
         bits = 24 if self.master_weight_bits == "auto" else self.master_weight_bits
         return bits if jnp.dtype(dtype) in LOW_DTYPES else None
 

@@ -35,6 +35,10 @@ _EXPONENT_BITS, _SMALLEST_NORMAL = np.uint32(0x7F800000), np.uint32(0x00800000)
 class Weight:
     """A float32 as a parameter of `dtype` and a correction that makes it one of `bits` bits.
 
+    Attributes:
+        dtype: The dtype of the parameter.
+        bits: 24 or 32, of the weight.
+
     >>> low, correction = Weight(jnp.bfloat16, 24).encode(jnp.array([1.0, 1.003]))
     >>> low, correction
     (Array([1, 1], dtype=bfloat16), Array([ 0, 98], dtype=int8))
@@ -46,9 +50,26 @@ class Weight:
     bits: int = 24
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Split weights into parameters and corrections.
+
+        Args:
+            x: Weights in float32.
+
+        Returns:
+            Parameters and corrections.
+        """
         return split(jnp.asarray(x, jnp.float32), self.dtype, correction_dtype(self.bits, self.dtype))
 
     def decode(self, low: jax.Array, correction: jax.Array) -> jax.Array:
+        """Join parameters and corrections.
+
+        Args:
+            low: Parameters.
+            correction: Their corrections.
+
+        Returns:
+            Weights in float32.
+        """
         return join(low, correction)
 
 

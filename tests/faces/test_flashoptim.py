@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, assert_same_bits, raises, starts_no_backend
+from helpers import BF16, F16, F32, assert_same_bits, raises
 from optimizers import distance, gradients, tree, wide
 from side_by_side import assert_accepts
 
@@ -294,7 +294,3 @@ def test_fault_12_errors_name_the_leaf():
         flashoptim.dequantize_momentum(flashoptim.QuantizedArray(jnp.ones(64, jnp.int8), jnp.ones(3, F16)))
     with raises(ValueError, "set_fp32_params got fp32_params without a leaf for 'w'", "expected", "Pass two"):
         flashoptim.set_fp32_params({}, params)
-
-
-def test_importing_it_starts_no_backend():
-    assert starts_no_backend("from jaxamp import flashoptim, optim")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BF16, F16, F32, raises, starts_no_backend
+from helpers import BF16, F16, F32, raises
 from side_by_side import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import jmp
@@ -426,10 +426,6 @@ def test_haiku_takes_our_policies():
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(F32)}
     assert re.search(r":f16\[1,2\] = dot_general", str(jaxpr))
     assert jaxpr.out_avals[0].dtype == BF16
-
-
-def test_import_starts_no_backend():
-    assert starts_no_backend("import jaxamp.jmp")
 
 
 # -- JMP's documents

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import BF16, F16, F32, raises, starts_no_backend
+from helpers import BF16, F16, F32, raises
 from side_by_side import FINITE, assert_accepts, assert_same, run
 
 from jaxamp import mpx
@@ -507,10 +507,6 @@ def test_the_second_step_is_not_traced_anew():
     for _ in range(3):
         scaling, _, _ = step(scaling, jnp.float32(2))
     assert len(traces) == 1
-
-
-def test_import_starts_no_backend():
-    assert starts_no_backend("import jaxamp.mpx")
 
 
 # -- MPX's documents

@@ -127,7 +127,7 @@ def assert_no_longer(rule, storage, before, after, grads):
         assert (over <= 0).all(), f"{name}: {np.abs(new - w)[over > 0]} beyond {longest[over > 0]}"
 
 
-DTYPES = {name: x.dtype for name, x in parameters(np.random.default_rng(0)).items()}
+DTYPES = {name: x.dtype for name, x in jax.eval_shape(lambda: parameters(np.random.default_rng(0))).items()}
 
 
 @pytest.mark.parametrize(("rule", "storage"), CASES)
