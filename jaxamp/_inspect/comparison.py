@@ -28,9 +28,10 @@ class Error(NamedTuple):
 def error_of(x: Any, reference: Any) -> Error:
     x, reference = (np.asarray(a).astype(np.float64).ravel() for a in (x, reference))
     finite = np.isfinite(x) & np.isfinite(reference)
-    if not np.array_equal(x[~finite], reference[~finite], equal_nan=True):
-        return Error(float("inf"), float("nan"), float("inf"))
-    x, reference = x[finite], reference[finite]  # what is not finite is the same in both
+    if not finite.all():
+        if not np.array_equal(x[~finite], reference[~finite], equal_nan=True):
+            return Error(float("inf"), float("nan"), float("inf"))
+        x, reference = x[finite], reference[finite]  # what is not finite is the same in both
     norm, other = float(np.linalg.norm(reference)), float(np.linalg.norm(x))
     distance = float(np.linalg.norm(x - reference))
     relative = distance / norm if norm else 0.0 if distance == 0 else float("inf")
@@ -46,6 +47,8 @@ class Compared(NamedTuple):
     source: Source | None
     dtype: str  # under amp
     error: Error
+    distance: float = 0.0  # the norm of the difference; of results and gradients
+    noise: float = 0.0  # of it, as much as rounding explains where the reference is rounding and nothing else
 
 
 class Magnified(NamedTuple):
@@ -127,14 +130,18 @@ class Comparison:
         lines += ["", *(f"magnified: {case}" for case in self.magnified)] if self.magnified else []
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def plot(self, path: Any = None) -> Any:
-        """Draw the ranges of the values by scope, with the limits of low dtypes; save them if there is a path.
+    def plot(self, path: Any = None, *, formats: Any = ()) -> Any:
+        """Draw the ranges of the values by scope, below those of float16, bfloat16 and both float8 formats.
 
-        Needs matplotlib. Returns the figure.
+        Needs matplotlib. Returns the figure; `figure.savefig("ranges.pdf")` saves it for a paper.
+
+        Args:
+            path: Where to save the picture. Its ending says how: `.png`, `.pdf`, `.svg`.
+            formats: Other number formats to draw: what `jaxamp.format` makes or takes, one or several.
         """
         from .plots import draw_ranges
 
-        return draw_ranges(self, path)
+        return draw_ranges(self, path, formats)
 
 
 def _plain(source: Source | None) -> dict[str, Any] | None:
@@ -143,11 +150,18 @@ def _plain(source: Source | None) -> dict[str, Any] | None:
 
 _SHOWN = 15  # rows of each list, when a comparison is printed
 _TITLES = ("relative", "SNR dB", "cosine", " dtype", "source")
-_COLUMNS = (Column(43, cut="left"), Column(10, "right"), Column(7, "right"), Column(9, "right"), Column(9), Column())
+_COLUMNS = (
+    Column(43, cut="left"),
+    Column(10, "right"),
+    Column(7, "right"),
+    Column(9, "right"),
+    Column(9),
+    Column(17, cut="left"),
+)
 
 
 def _cells(row: Compared, by_scope: bool) -> tuple[str, ...]:
     name = f"{row.scope or '(no scope)'}: {row.name}" if by_scope else row.name
     error = row.error
     numbers = f"{error.relative:.2e}", f"{error.snr_db:.1f}", f"{error.cosine:.6f}"
-    return name, *numbers, f" {row.dtype}", str(row.source or "")
+    return name, *numbers, f" {row.dtype}", "" if row.source is None else row.source.short

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._table import percent, si
+from .layers import without_numbers
 from .report_data import ROW_KEYS, ReportData, to_json
 from .rows import Row
 from .text import dimensions_text, operation_text, sent_text, short_reason
@@ -146,9 +147,6 @@ def _bar(report: ReportData) -> str:
     return f'<div class="bar" role="img" aria-label="{label}">{parts}</div><ul class="legend">{legend}</ul>'
 
 
-_LAYER = re.compile(r"\d+(?=\]?(/|$))")  # a number at the end of a name: the 3 of block_3, not the 2 of Conv2d
-
-
 class Group(NamedTuple):
     """Operations that a section shows as one line."""
 
@@ -215,7 +213,7 @@ def group_rows(rows: Iterable[Row], remark: Callable[[Row], str], cost: Callable
     groups: dict[Group, list[Row]] = {}
     for row in rows:
         source = ("", "") if row.source is None else (str(row.source), f"{row.source.file}:{row.source.line}")
-        key = Group(_LAYER.sub("*", row.scope), operation_text(row), str(row.run), remark(row), *source)
+        key = Group(without_numbers(row.scope), operation_text(row), str(row.run), remark(row), *source)
         groups.setdefault(key, []).append(row)
     found = []
     for key, alike in groups.items():

@@ -71,6 +71,25 @@ class Mapped:
             return [first, *operands[1:]] if bool((operands[0] == first).all()) else None
         return operands if name in _ENTERED or (name == "scan" and eqn.params["length"]) else None
 
+    def inlines(self, eqn: Any) -> bool:
+        """Whether the body of an equation of the body can be taken for a part of it."""
+        return eqn.primitive.name in _ENTERED
+
+    def compiled(self, piece: Any, run: Callable[..., list[Any]]) -> Callable[..., Any]:
+        """Operations of the body, which `run` runs on one device, for all devices."""
+        types = {
+            x: v.aval
+            for operation in piece.operations
+            for values, atoms in (
+                (operation.operands, operation.eqn.invars),
+                (operation.results, operation.eqn.outvars),
+            )
+            for x, v in zip(values, atoms, strict=True)
+            if isinstance(x, int)
+        }
+        ins, outs = ([self._spec(types[x]) for x in some] for some in (piece.reads, piece.returns))
+        return self._run(lambda *xs: [x[..., None] for x in run(*(x[..., 0] for x in xs))], tuple(ins), outs)
+
     def bind(self, eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
         """Run an equation of the body on all devices."""
         key = id(eqn), tuple(x.dtype for x in operands), tuple(changed.items())

@@ -25,6 +25,7 @@ class Event(NamedTuple):
     again: tuple[tuple[int, ...], ...] = ()  # other rounds in which it happens: a mask may hide one and not another
     shards: tuple[Shard, ...] = ()  # the parts that have it, of an array that is split over devices
     shard_count: int = 0  # of all its parts
+    is_consequence: bool = False  # it made NaNs of infs that another operation has made
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -47,19 +48,51 @@ class Event(NamedTuple):
         if self.again:
             some = ", ".join("/".join(map(str, rounds)) for rounds in self.again[:5])
             text += f"\n    Again in {len(self.again)} other rounds: {some}{', ...' if len(self.again) > 5 else ''}"
-        if self.kind == "underflow":
-            return text + ("" if self.at_scale_one is None else "\n    A larger scale would keep more of it.")
-        if self.at_scale_one is True:
-            text += "\n    It is there at scale 1 too: a smaller scale won't help."
+        return f"{text}\n    {self.remedy}" if self.remedy else text
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        if self.is_consequence:
+            return ""
+        if self.kind == "underflow" and self.phase == "backward":
+            if self.at_scale_one is not None:
+                return "A larger scale would keep more of it."
+            return f"Scale the loss with jaxamp.DynamicScalerState, or {self._in_bfloat16}{self._pin}."
         if self.at_scale_one is False:
-            text += "\n    It is not there at scale 1: the scaler handles it by lowering the scale."
-        return text
+            return "It is not there at scale 1: the scaler handles it by lowering the scale."
+        why = "It is there at scale 1 too: a smaller scale won't help. " if self.at_scale_one else ""
+        if self.dtype in ("float32", "float64"):
+            return f"{why}It runs in {self.dtype} already: look at its operands, and where they lose their value."
+        either = f"{self._in_bfloat16}{self._pin}"
+        return f"{why}{either[0].upper()}{either[1:]}."
+
+    @property
+    def _in_bfloat16(self) -> str:
+        return "pass compute_dtype=jnp.bfloat16, or " if self.dtype == "float16" else ""
+
+    @property
+    def _pin(self) -> str:
+        if not self.scope:
+            return "put `with jaxamp.amp_stop():` around it"
+        return (
+            f"pin the scope: amp_policy=jaxamp.default_amp_policy | {{{self.scope!r}: jaxamp.use_original_precision}}"
+        )
 
 
 def _rounds_in_words(rounds: tuple[int, ...]) -> str:
     if len(rounds) < 2:
         return f"round {rounds[0]} of the loop" if rounds else ""
     return f"round {'/'.join(map(str, rounds))} of the loops, the outermost first"
+
+
+def _spread_in_words(consequences: tuple[Event, ...], passed_on: int) -> str:
+    """A line on what followed from the causes."""
+    text = f"It spread: {passed_on} later operations passed it on"
+    if not consequences:
+        return text + "."
+    where = ", ".join(f"{event.primitive} ({event.source or 'source unknown'})" for event in consequences[:3])
+    return f"{text}, {len(consequences)} made NaNs of it: {where}{', ...' if len(consequences) > 3 else ''}."
 
 
 @dataclass(frozen=True)
@@ -70,10 +103,12 @@ class OverflowReport:
     compute_dtype: str
     scale: float | None  # of the backward pass, if a scaler was given
     finite: bool  # whether all results and gradients are finite
-    events: tuple[Event, ...]  # overflows and invalid operations
+    events: tuple[Event, ...]  # overflows and invalid operations, each a cause
     underflows: tuple[Event, ...]  # the largest share first
     clamped: tuple[Event, ...]
     notes: tuple[str, ...]
+    consequences: tuple[Event, ...] = ()  # operations that made NaNs of infs that an earlier one has made
+    passed_on: int = 0  # how many operations only passed infs and NaNs on that an earlier one has made
 
     def __bool__(self) -> bool:
         return bool(self.events or self.underflows or self.clamped)
@@ -88,15 +123,19 @@ class OverflowReport:
 
         def plain(event: Event) -> dict[str, Any]:
             source = None if event.source is None else event.source._asdict()
-            return event._asdict() | {"source": source, "shards": [shard._asdict() for shard in event.shards]}
+            shards = [shard._asdict() for shard in event.shards]
+            return event._asdict() | {"source": source, "shards": shards, "remedy": event.remedy}
 
-        lists = {name: [plain(e) for e in getattr(self, name)] for name in ("events", "underflows", "clamped")}
+        names = "events", "underflows", "clamped", "consequences"
+        lists = {name: [plain(e) for e in getattr(self, name)] for name in names}
         return asdict(self) | lists | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
         head = f"{self.name} in {self.compute_dtype}" + (f", scale {self.scale:g}" if self.scale is not None else "")
         lines = [f"{head}: {'all finite' if self.finite else 'not finite'}"]
         lines += [f"- {event}" for event in (*self.events[:5], *self.underflows[:5], *self.clamped[:5])]
+        if self.consequences or self.passed_on:
+            lines.append(_spread_in_words(self.consequences, self.passed_on))
         if not self and self.finite:
             lines.append("nothing found")
         if self.events and self.finite:

@@ -94,7 +94,7 @@ def lines_of(report: ReportData) -> list[Line]:
     groups: dict[tuple[Any, ...], Line] = {}
     for row in report.rows:
         if row.flops or row.kind != "other":
-            source = "" if row.source is None else str(row.source)
+            source = "" if row.source is None else row.source.short
             key = row.scope, row.phase, row.primitive, str(row.run), short_reason(row), source
             line = groups.get(key) or Line(*key, 0, 0, id(row) in wide)
             groups[key] = line._replace(times=line.times + row.times, flops=line.flops + row.flops)
@@ -154,7 +154,7 @@ def _matmul_lines(rows: Iterable[Row], remark: Callable[[Row], str]) -> list[str
             f"{row.scope or '(no scope)'}  {operation_text(row)}",
             f"{millions(row.flops)} MFLOP",
             remark(row),
-            str(row.source or ""),
+            "" if row.source is None else row.source.short,
         )
         for row in list(distinct.values())[:_MOST_MATMULS]
     ]

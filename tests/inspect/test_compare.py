@@ -259,4 +259,4 @@ def test_split_arguments_give_the_errors_of_whole_ones():
     for kind in ("results", "gradients", "operations"):
         expected = {(row.name, row.scope): row.error.relative for row in getattr(whole, kind)}
         found = {(row.name, row.scope): row.error.relative for row in getattr(split, kind)}
-        assert found == pytest.approx(expected, rel=0.2, abs=1e-4)  # parts of sums are rounded in another order
+        assert found == pytest.approx(expected, rel=0.5, abs=1e-4)  # each device rounds its part of a sum

@@ -31,18 +31,18 @@ def visit(browser, tmp_path):
     """Save a report, open it, and see in the end that nothing was complained about and nothing else asked for."""
     contexts, complaints, requests = [], [], []
 
-    def visit(report, *, width=1366, dark=False):
+    def visit(report, *, width=1366, height=900, dark=False, address=""):
         path = tmp_path / f"report_{len(contexts)}.html"
         report.save(path)
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
         )
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + address)
         return page
 
     yield visit
@@ -172,6 +172,68 @@ def test_the_keyboard_does_it(visit):
     assert page.locator("#details").is_hidden()
 
 
+def test_the_map_and_the_filters_are_on_the_first_screen(visit):
+    page = visit(mixed_report(), width=1400, height=1000)
+    for place in ("#words", "#phases", "#kinds", "#merging", "#count", "#map", "#table thead"):
+        box = page.locator(place).bounding_box()
+        assert box["height"] > 0, place
+        assert box["y"] + box["height"] < 1000, place
+
+
+def test_equal_layers_are_one_line(visit):
+    rows = [matmul(f"block_{i}/mlp", 10**6, times=2) for i in range(12)]
+    rows += [matmul("block_3/mlp", 10**6, dtype="float32"), matmul("block_0/mlp", 10**5, phase="backward")]
+    page = visit(report_of(*rows))
+    assert page.locator("#count").text_content().startswith("14 of 14 operations in 3 lines, 13.1 M")
+    assert column(page, "scope") == ["block_*/mlp", "block_3/mlp", "block_0/mlp"]
+    assert column(page, "flops") == ["12 M", "1 M", "100 k"]
+    assert column(page, "times") == ["24", "1", "1"]
+    page.locator("#table tbody tr[data-row]").first.click()
+    assert "block_*/mlp, 12 layers" in page.locator("#details").text_content()
+    page.fill("#words", "block_1")  # 1, 10 and 11: sums are of the rows that are left
+    assert column(page, "flops") == ["3 M"]
+    page.fill("#words", "")
+    page.get_by_label("equal layers as one").uncheck()
+    assert len(column(page, "scope")) == 14
+
+
+def test_reasons_are_whole(visit):
+    long = ("the operation with a very long name", "another of them", "and a third one of that kind")
+    page = visit(report_of(matmul("a", 10, dtype="float32", why=because(Why.READ_ONLY_BY, long)), matmul("b", 10)))
+    for place in ("#table tbody td.why", ".found td:nth-child(6)"):
+        for cell in page.locator(place).all():
+            assert cell.evaluate("(one) => one.scrollWidth <= one.clientWidth"), cell.text_content()
+
+
+def test_the_address_keeps_the_filters(visit):
+    page = visit(mixed_report())
+    assert page.evaluate("location.hash") == ""
+    page.fill("#words", "dot_general")
+    page.get_by_label("backward", exact=False).uncheck()
+    sort_by(page, "scope")
+    page.get_by_label("equal layers as one").uncheck()
+    page.locator("#map .cell").filter(has=page.get_by_text("block_1", exact=True)).first.click(
+        position={"x": 8, "y": 8}
+    )
+    there, rows = page.evaluate("location.hash"), column(page, "primitive")
+    other = visit(mixed_report(), address=there)
+    assert column(other, "primitive") == rows
+    assert other.locator("#words").input_value() == "dot_general"
+    assert other.locator("#crumbs").text_content() == "all scopes/block_1"
+    assert other.locator('#table th[data-column="scope"]').get_attribute("aria-sort") == "ascending"
+    assert other.evaluate("location.hash") == there
+    other.get_by_role("button", name="Clear filters").click()
+    assert "words" not in other.evaluate("location.hash")
+    other.evaluate("location.hash = '#only=wide'")
+    other.wait_for_function("document.getElementById('count').textContent.startsWith('1 of')")
+
+
+@pytest.mark.parametrize("address", ["#scope=no/such", "#sort=nothing&line=[1", "#only=toString&kind=x", "#%E0%A4%A"])
+def test_an_address_of_another_report_does_no_harm(visit, address):
+    page = visit(mixed_report(), address=address)
+    assert page.locator("#table thead th").count() == 12
+
+
 def test_names_are_shown_as_they_are(visit):
     name = "</script><b>bold</b>"
     page = visit(report_of(matmul(name, 1000, why=because(Why.NOT_ENTERED, name), line=1), matmul("a", 10), name=name))
@@ -189,6 +251,7 @@ def test_a_report_of_nothing_has_a_page(visit):
 @pytest.mark.parametrize("count", [5_000, 20_000])
 def test_a_long_table_is_in_the_document_only_where_it_is_seen(visit, count):
     page = visit(large_report(count))
+    page.get_by_label("equal layers as one").uncheck()
     assert shown(page) == count
     assert page.locator("#table tbody tr").count() < 80
     assert page.locator("*").count() < 4_000

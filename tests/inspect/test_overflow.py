@@ -1,6 +1,9 @@
 """Planted faults, and where `find_overflow` says they are."""
 
+import importlib.util
+import io
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxamp
 from jaxamp import find_overflow
+from jaxamp._inspect import progress
 
-X, W = jnp.ones((4, 8)), jnp.eye(8)
+X, W = jax.device_put(np.ones((4, 8), np.float32)), jax.device_put(np.eye(8, dtype=np.float32))
 LOW_EXP = jaxamp.default_amp_policy | {lax.exp_p: jaxamp.use_compute_precision}
 
 
@@ -383,11 +387,128 @@ def test_a_constant_that_is_nan_is_named():
     assert not jaxamp.find_overflow(lambda x: jax.nn.softmax(x + masked).sum())(x).notes
 
 
+# -- causes, consequences, remedies
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def overflows_then_norms(w, x):
+    with jax.named_scope("mlp"):
+        h = (x @ (300 * w)) @ (300 * w)  # planted cause
+    with jax.named_scope("norm"):
+        return jnp.sum(norm(norm(h)) @ w)
+
+
+def test_norms_after_an_overflow_are_consequences():
+    report = find_overflow(overflows_then_norms)(W, X)
+    assert [(event.kind, event.scope) for event in report.events] == [("overflow", "mlp")]
+    assert report.consequences
+    assert {event.kind for event in report.consequences} == {"invalid"}
+    assert {event.scope for event in report.consequences if event.phase == "forward"} == {"norm"}
+    assert report.passed_on > 0
+    assert f"It spread: {report.passed_on} later operations passed it on, " in str(report)
+    assert " made NaNs of it: sub (test_overflow.py:" in str(report)
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["consequences"][0]["is_consequence"] is True
+    assert read["events"][0]["remedy"] == report.first.remedy
+
+
+def test_a_mask_of_infs_beside_an_overflow_is_a_cause_of_its_own():
+    def loss(w, x):
+        hidden = (x @ (300 * w)) @ (300 * w)
+        bounded = jnp.tanh(hidden)  # finite again
+        masked = jnp.where(jnp.arange(4)[:, None] == 2, -jnp.inf, bounded)
+        return jnp.sum(jax.nn.softmax(masked))
+
+    events = find_overflow(loss, backward=False)(W, X).events
+    assert [(event.kind, event.primitive) for event in events] == [("overflow", "dot_general"), ("invalid", "sub")]
+
+
+def test_consequences_in_later_rounds_of_a_loop():
+    def loss(w, x):
+        def body(c, factor):
+            return norm((c @ (factor * w)) @ (factor * w)), None
+
+        return jnp.sum(lax.scan(body, x, jnp.array([1.0, 300.0, 1.0, 1.0]))[0])
+
+    report = find_overflow(loss, backward=False)(W * jnp.arange(8.0), X)
+    assert [(event.kind, event.rounds) for event in report.events] == [("overflow", (1,))]
+    assert {event.rounds for event in report.consequences} == {(1,)}
+    assert report.passed_on > 10
+
+
+def test_the_remedy_that_pins_the_scope_helps():
+    event = find_overflow(overflows_then_norms)(W, X).first
+    assert event.remedy == (
+        "Pass compute_dtype=jnp.bfloat16, or pin the scope: amp_policy=jaxamp.default_amp_policy | "
+        "{'mlp': jaxamp.use_original_precision}."
+    )
+    policy = jaxamp.default_amp_policy | {"mlp": jaxamp.use_original_precision}
+    assert not find_overflow(overflows_then_norms, amp_policy=policy)(W, X).events
+    assert not find_overflow(overflows_then_norms, compute_dtype=jnp.bfloat16)(W, X).events
+
+
+def test_the_remedies_of_others():
+    bare = lambda w, x: jnp.sum((x @ (300 * w)) @ (300 * w))
+    assert find_overflow(bare)(W, X).first.remedy.endswith("or put `with jaxamp.amp_stop():` around it.")
+    in_float32 = find_overflow(lambda x: jnp.sum(jnp.log(x)))(-X).first
+    assert in_float32.remedy.startswith("It runs in float32 already: look at its operands")
+    small = find_overflow(lambda w, x: 1e-9 * jnp.sum(jnp.tanh(x @ w) @ w))(W, X).underflows[0]
+    assert small.remedy.startswith("Scale the loss with jaxamp.DynamicScalerState, or pass compute_dtype=jnp.bfloat16")
+
+
+def test_a_cast_to_float16_and_back_overflows():
+    """XLA may leave out such a pair of casts, and would hide the overflow."""
+
+    def loss(x):
+        y = x.astype(jnp.float16).astype(jnp.float32)
+        return jnp.sum(jnp.tanh(y))
+
+    event = find_overflow(loss, backward=False)(1e5 * X).first
+    assert (event.kind, event.primitive, event.dtype) == ("overflow", "convert_element_type", "float16")
+    sums = lambda x: jnp.sum(jnp.tanh((x.astype(jnp.float16) + x.astype(jnp.float16)).astype(jnp.float32)))
+    event = find_overflow(sums, backward=False)(4e4 * X).first
+    assert (event.primitive, event.dtype, event.share) == ("add", "float16", 1.0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_terminal_shows_progress_if_it_takes_long(monkeypatch, has_rich):
+    monkeypatch.setattr(progress, "_AFTER", 0.0)
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    found = importlib.util.find_spec
+    missing = lambda name: found(name) if has_rich or name != "rich" else None
+    monkeypatch.setattr(progress.importlib.util, "find_spec", missing)
+    for stream in (io.StringIO(), Terminal()):
+        monkeypatch.setattr("sys.stderr", stream)
+        find_overflow(exp_of_100, backward=False)(W, X)
+        assert ("find_overflow" in stream.getvalue()) == stream.isatty()
+
+
+def test_a_short_run_shows_nothing(monkeypatch):
+    monkeypatch.setattr(progress, "_AFTER", 1e6)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    find_overflow(exp_of_100, backward=False)(W, X)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_operations_are_counted_with_the_rounds_of_loops():
+    loop = lambda x: lax.scan(lambda c, _: (jnp.sin(jnp.cos(c)), None), jax.jit(jnp.tan)(x), length=5)[0]
+    assert progress.operations_of(jax.make_jaxpr(loop)(X)) == 11
+
+
 # -- many devices
 
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-ROWS = jnp.ones((16, 8)).at[9].set(600.0)  # the third quarter has a large row
+# The third quarter has a large row.
+ROWS = jax.device_put(np.float32([[600.0 if i == 9 else 1.0] * 8 for i in range(16)]))
 
 
 def placed(x, *spec):

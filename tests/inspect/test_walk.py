@@ -1,4 +1,4 @@
-"""Running a jaxpr equation by equation: the same results, each round seen, and no value held after its last use."""
+"""Running a jaxpr with each operation seen: the same results, each round, and few values held at a time."""
 
 import weakref
 
@@ -9,6 +9,7 @@ import pytest
 from helpers import W, normal
 from jax import lax
 
+from jaxamp._inspect import flat, pieces
 from jaxamp._inspect.location import Place
 from jaxamp._inspect.walk import Walker
 from jaxamp._transform.ledger import Ledger
@@ -76,7 +77,7 @@ def test_rounds_and_turns():
     ]
 
 
-def test_a_value_is_dropped_after_its_last_use():
+def test_few_values_are_held_at_a_time():
     alive, most = [], []
 
     def watch(eqn, place, ins, outs):
@@ -84,10 +85,64 @@ def test_a_value_is_dropped_after_its_last_use():
         most.append(sum(ref() is not None for ref in alive))
 
     def fn(x):
-        for _ in range(40):
+        for _ in range(200):
             x = jnp.sin(x)
         return x
 
     jaxpr = jax.make_jaxpr(fn)(W)
     Walker(Ledger(), watch).run(jaxpr, [W], Place("forward"))
-    assert max(most) <= 2  # an operand and a result
+    assert max(most) <= flat._LONGEST + 1  # the results of a piece, and its operand
+
+
+def test_large_results_are_not_held_together():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(jnp.sin(x))))(jax.ShapeDtypeStruct((3 * 2**22,), jnp.float32))
+    found = flat.flatten(jaxpr, Place("forward"), Ledger(), flat.Kinds(), lambda eqn: True, lambda eqn: True)
+    assert [len(piece.operations) for piece in found.pieces] == [1, 1, 1]
+
+
+def test_layers_that_are_alike_are_compiled_once(monkeypatch):
+    compiled = []
+    fast = pieces.compiled_fast
+    monkeypatch.setattr(pieces, "compiled_fast", lambda fun: compiled.append(fun) or fast(fun))
+
+    def fn(x):
+        for _ in range(12):
+            x = jax.jit(lambda x: jnp.tanh(x @ W))(x)
+            for f in (jnp.sin, jnp.cos, jnp.tanh, jnp.exp, jnp.tan, jnp.sqrt, jnp.abs, jnp.log1p):
+                x = f(jnp.abs(x)) / 3.0
+        return x
+
+    found, seen = walk(fn, X)
+    assert [name for name, _, _ in seen].count("tan") == 12
+    assert len(compiled) <= 4
+    np.testing.assert_allclose(found[0], fn(X), rtol=1e-4)
+
+
+def test_a_value_that_is_not_wanted_is_made_again_when_it_is_asked_for():
+    asked = []
+
+    def watch(eqn, place, ins, outs):
+        if eqn.primitive is lax.sin_p:
+            asked.extend([np.asarray(ins[0]), np.asarray(outs[0])])
+
+    jaxpr = jax.make_jaxpr(lambda x: jnp.exp(jnp.sin(x.T)))(X)
+    Walker(Ledger(), watch, wants=lambda eqn: eqn.primitive is lax.exp_p).run(jaxpr, [X], Place("forward"))
+    np.testing.assert_array_equal(asked[0], X.T)
+    np.testing.assert_allclose(asked[1], np.sin(X.T), rtol=1e-6)
+
+
+def test_marks_go_through_loops_and_calls():
+    touched = []
+
+    def watch(eqn, place, ins, outs):
+        touched.extend([eqn.primitive.name] if place.touched else [])
+        return eqn.primitive is lax.tan_p or (bool(place.touched) and eqn.primitive is not lax.sign_p)
+
+    def fn(x, y):
+        c, ys = lax.scan(lambda c, x: (jnp.sin(c), jnp.tan(x)), y, x)
+        exact = jnp.sign(jax.jit(jnp.cos)(jnp.sum(ys)))
+        return lax.scan(lambda c, x: (jnp.exp(x), None), c, ys)[0], jnp.sqrt(exact), jnp.log(y)
+
+    Walker(Ledger(), watch).run(jax.make_jaxpr(fn)(X, X[0]), [X, X[0]], Place("forward"))
+    assert {"reduce_sum", "cos", "sign", "exp"} <= set(touched)
+    assert not {"sqrt", "log", "tan", "sin"} & set(touched)

@@ -40,9 +40,10 @@
   const state = {
     words: "", phases: new Set(PHASES), kinds: new Set(KINDS), only: null, // a name in SETS
     scope: "", line: null, // a line of the map: {scope, source}, with source as an index into its column
-    sort: "flops", down: true,
+    sort: "flops", down: true, merge: true,
   };
-  let view = new Int32Array(0); // indices of the rows that pass, in order
+  let passed = []; // indices of the rows that pass
+  let view = new Int32Array(0); // of them, in order, those that are shown: one of each group of equal layers
   let chosen = null; // the index of the row whose details are shown
 
   const SEARCHED = ["scope", "primitive", "phase", "kind", "written", "run", "rule", "reason", "source"];
@@ -68,10 +69,45 @@
         && (!only || only.has(i)) && (!state.line || rows.source.codes[i] === state.line.source)
         && words.every((columns) => columns.some(([codes, found]) => found[codes[i]]))) left.push(i);
     }
-    const keys = keysOf(state.sort);
+    passed = left;
+    const first = gather(left);
+    const keys = SUMMED.includes(state.sort) ? sums[state.sort] : keysOf(state.sort);
     const sign = state.down ? -1 : 1;
-    view = Int32Array.from(left.sort((a, b) => sign * (keys[a] - keys[b]) || a - b));
+    view = Int32Array.from(first.sort((a, b) => sign * (keys[a] - keys[b]) || a - b));
   }
+
+  // -- equal layers as one: operations that differ only in the number of a layer, as the 3 of block_3
+
+  const SUMMED = ["times", "flops", "bytes"];
+  const ALIKE = ["primitive", "phase", "kind", "written", "run", "rule", "why", "source", "dims"];
+  const sums = Object.fromEntries(SUMMED.map((name) => [name, new Float64Array(size)])); // by the first of a group
+  const layers = new Int32Array(size); // by the first of a group: how many scopes it has
+  const starred = rows.scope.values.map((name) => name.replace(/\d+(?=\]?(\/|$))/g, "*"));
+  const groupOf = (() => { // for each row, the number of its group
+    const numbers = new Map();
+    return Int32Array.from({ length: size }, (_, i) => {
+      const key = `${starred[rows.scope.codes[i]]}\n${ALIKE.map((name) => rows[name].codes[i]).join()}`;
+      if (!numbers.has(key)) numbers.set(key, numbers.size);
+      return numbers.get(key);
+    });
+  })();
+
+  function gather(left) {
+    const first = new Map(), scopes = new Map();
+    for (const i of left) {
+      const group = state.merge ? groupOf[i] : i;
+      if (!first.has(group)) {
+        first.set(group, i);
+        scopes.set(group, new Set());
+        for (const name of SUMMED) sums[name][i] = 0;
+      }
+      scopes.get(group).add(rows.scope.codes[i]);
+      for (const name of SUMMED) sums[name][first.get(group)] += value(name, i);
+    }
+    for (const [group, i] of first) layers[i] = scopes.get(group).size;
+    return [...first.values()];
+  }
+  const scopeText = (i) => (layers[i] > 1 ? starred[rows.scope.codes[i]] : value("scope", i)) || "(no scope)";
 
   // The numbers that a column is sorted by; for text, the rank among its distinct values.
   const collator = new Intl.Collator("en", { numeric: true }); // block_2 before block_10
@@ -93,18 +129,20 @@
 
   // -- the table: the document only holds the rows in view
 
+  // Wide enough for the longest text, in a font of 12 px; a table wider than the window scrolls.
+  const widthOf = (texts) => Math.max(148, Math.ceil(7.3 * texts.reduce((most, one) => Math.max(most, one.length), 0)) + 18);
   const COLUMNS = [
     { name: "order", title: "#", width: 58, number: true, show: (i) => whole(i + 1) },
-    { name: "scope", title: "scope", width: 166, show: (i) => value("scope", i) || "(no scope)" },
+    { name: "scope", title: "scope", width: 166, show: (i) => scopeText(i) },
     { name: "primitive", title: "operation", width: 160 },
     { name: "phase", title: "phase", width: 76 },
-    { name: "times", title: "times", width: 54, number: true, show: (i) => whole(value("times", i)) },
-    { name: "flops", title: "FLOPs", width: 68, number: true, show: (i) => si(value("flops", i)) },
-    { name: "bytes", title: "bytes", width: 74, number: true, show: (i) => `${si(value("bytes", i))}B` },
+    { name: "times", title: "times", width: 54, number: true, show: (i) => whole(sums.times[i]) },
+    { name: "flops", title: "FLOPs", width: 68, number: true, show: (i) => si(sums.flops[i]) },
+    { name: "bytes", title: "bytes", width: 74, number: true, show: (i) => `${si(sums.bytes[i])}B` },
     { name: "written", title: "dtypes as written", width: 126, show: (i) => text("written", i) },
     { name: "run", title: "dtypes as run", width: 164, show: (i) => text("run", i) },
     { name: "rule", title: "rule", width: 74, show: (i) => shortRule(value("rule", i)) },
-    { name: "why", title: "reason", width: 148 },
+    { name: "why", title: "reason", width: widthOf(rows.why.values) },
     { name: "source", title: "source", width: 132, show: (i) => text("source", i) },
   ];
   const shortRule = (name) => name.replace(/^use_(\w+)_precision$/, "$1");
@@ -114,6 +152,7 @@
   measure();
 
   table.querySelector("colgroup").append(...COLUMNS.map((column) => make("col", { style: `width:${column.width}px` })));
+  table.style.setProperty("--width", `${COLUMNS.reduce((sum, column) => sum + column.width, 0)}px`);
   table.tHead.append(make("tr", {}, ...COLUMNS.map((column) => {
     column.header = make("th", { scope: "col", class: column.number && "n", "aria-sort": "none", "data-column": column.name },
       make("button", { type: "button", onclick: () => sortBy(column) }, column.title));
@@ -188,15 +227,15 @@
     const dims = value("dims", i);
     const facts = {
       "operation": `${value("primitive", i)}, ${value("phase", i)}, ${value("kind", i)}`,
-      "scope": value("scope", i) || "(no scope)",
+      "scope": layers[i] > 1 ? `${scopeText(i)}, ${whole(layers[i])} layers` : scopeText(i),
       "dtypes as written": text("written", i) || "not in your program",
       "dtypes as run": text("run", i),
       "rule": value("rule", i) || "none",
       "reason": value("reason", i),
       "source": pathOf(value("source", i)) || "unknown",
-      "times": whole(value("times", i)),
-      "FLOPs": whole(value("flops", i)),
-      "bytes": whole(value("bytes", i)),
+      "times": whole(sums.times[i]),
+      "FLOPs": whole(sums.flops[i]),
+      "bytes": whole(sums.bytes[i]),
       ...(dims && { "dimensions": Object.entries(dims).map((pair) => pair.join(" ")).join("  ") }),
     };
     details.replaceChildren(make("dl", {}, ...Object.entries(facts).flatMap(([name, fact]) =>
@@ -364,6 +403,46 @@
   words.addEventListener("input", () => { state.words = words.value; update({ map: false }); });
   byId("filters").addEventListener("submit", (event) => event.preventDefault());
 
+  const merge = byId("merge");
+  merge.addEventListener("change", () => { state.merge = merge.checked; update({ map: false }); });
+
+  // -- the address keeps the filters, so that a link shows what its sender saw
+
+  const SORTS = COLUMNS.map((column) => column.name);
+  function toAddress() {
+    const parts = new URLSearchParams();
+    const some = (name, set, all) => { if (set.size < all.length) parts.set(name, all.filter((one) => set.has(one)).join()); };
+    if (state.words) parts.set("words", state.words);
+    some("phase", state.phases, PHASES);
+    some("kind", state.kinds, KINDS);
+    if (state.only) parts.set("only", state.only);
+    if (state.scope) parts.set("scope", state.scope);
+    if (state.line) parts.set("line", JSON.stringify([state.line.scope, state.line.source]));
+    if (state.sort !== "flops" || !state.down) parts.set("sort", `${state.down ? "-" : ""}${state.sort}`);
+    if (!state.merge) parts.set("layers", "each");
+    const hash = parts.toString();
+    if (hash !== location.hash.slice(1)) history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+  }
+
+  function fromAddress() {
+    const parts = new URLSearchParams(location.hash.slice(1));
+    const some = (name, all) => (parts.has(name) ? all.filter((one) => parts.get(name).split(",").includes(one)) : all);
+    clear();
+    state.words = words.value = parts.get("words") ?? "";
+    check(state.phases, some("phase", PHASES));
+    check(state.kinds, some("kind", KINDS));
+    if (Object.hasOwn(SETS, parts.get("only"))) state.only = parts.get("only");
+    if (find(parts.get("scope") ?? "")) state.scope = parts.get("scope") ?? "";
+    try {
+      const [scope, source] = JSON.parse(parts.get("line"));
+      if (find(scope)?.lines.has(source)) state.line = { scope, source };
+    } catch { /* none, or not one of ours */ }
+    const sort = parts.get("sort") ?? "-flops", name = sort.replace(/^-/, "");
+    if (SORTS.includes(name)) Object.assign(state, { sort: name, down: sort.startsWith("-") });
+    state.merge = merge.checked = parts.get("layers") !== "each";
+  }
+  addEventListener("hashchange", () => { fromAddress(); update(); });
+
   function show(change) {
     Object.assign(state, change);
     update();
@@ -399,8 +478,9 @@
 
   function drawStatus() {
     let flops = 0;
-    for (const i of view) flops += value("flops", i);
-    byId("count").textContent = `${whole(view.length)} of ${whole(size)} operations, ${si(flops)}FLOP`;
+    for (const i of passed) flops += value("flops", i);
+    const lines = view.length < passed.length ? ` in ${whole(view.length)} lines` : "";
+    byId("count").textContent = `${whole(passed.length)} of ${whole(size)} operations${lines}, ${si(flops)}FLOP`;
     const chips = [];
     const chip = (label, change) => chips.push(make("button",
       { type: "button", class: "chip", title: "Remove this filter", onclick: () => show(change) }, label));
@@ -429,7 +509,9 @@
     scroller.scrollTop = 0;
     paint(true);
     if (redraw) drawMap();
+    toAddress();
   }
 
+  fromAddress();
   update();
 })();
