@@ -1,4 +1,4 @@
-"""Draw results with matplotlib: bars of time and memory for each side, and curves of growth."""
+"""Draw results with matplotlib: bars of time and memory for each side, and curves of growth and of losses."""
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -103,6 +103,35 @@ def save_step_lengths(rows: Rows, path: Path) -> str:
     return _save(figure, path)
 
 
+def save_losses(rows: Rows, path: Path) -> str:
+    """The loss over the steps above, and its distance from bfloat16's below; a column for each model."""
+    if find_spec("matplotlib") is None:
+        return f"no picture {path.name}: matplotlib is not installed"
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = _figure(2 * len(models), 4.5 * len(models), 5)
+    for i, model in enumerate(models):
+        above, below = axes[i], axes[i + len(models)]
+        found = {row["side"]: row for row in rows if row["model"] == model}
+        means = {side: [sum(at) / len(at) for at in zip(*row["curves"], strict=True)] for side, row in found.items()}
+        for (side, mean), style in zip(means.items(), ("--", "-", "-", ":"), strict=False):
+            steps = [found[side]["every"] * (j + 1) for j in range(len(mean))]
+            look = {"color": PLAIN if side == "float32" else OURS if "fp8" in side else THEIRS, "linestyle": style}
+            above.plot(steps, mean, label=side, **look)
+            if "bfloat16" in means:
+                below.plot(steps, [100 * (a / b - 1) for a, b in zip(mean, means["bfloat16"], strict=True)], **look)
+        above.set_title(
+            f"{model}, {len(found['bfloat16']['curves'])} seeds" if "bfloat16" in found else model, fontsize=9
+        )
+        above.set_ylabel("loss, nats per byte")
+        below.set_ylabel("over bfloat16, %")
+        below.set_xlabel("step")
+        below.set_ylim(-3, 3)
+        for axis in (above, below):
+            axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    return _save(figure, path)
+
+
 def _curves(rows: Rows) -> Iterable[Rows]:
     for side in dict.fromkeys(row["side"] for row in rows):
         yield [row for row in rows if row["side"] == side]
@@ -114,7 +143,7 @@ def _figure(panels: int, width: float, height: float) -> tuple[Any, list[Any]]:
 
     figure = Figure((width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    columns = min(panels, 2)
+    columns = min(panels, 2) if width > 5 else 1
     axes = figure.subplots(panels // columns, columns, squeeze=False)
     return figure, list(axes.flat)
 

@@ -42,6 +42,7 @@ class Bottleneck(nn.Module):
             ]
         )
         self.project = conv_norm(before, after, 1, stride) if project else nn.Identity()
+        nn.init.constant_(self.convs[2][1].weight, 0.2)  # as in `_zoo`
 
     def forward(self, x: Any) -> Any:
         h = F.relu(self.convs[1](F.relu(self.convs[0](x))))

@@ -5,7 +5,7 @@
 Nothing runs: the step is compiled from shapes alone, for H200s that need not be there, and what it sends is read from
 the program. Parameters and gradients are split over all devices, as in FSDP; a layer gathers its parameters, and
 gathers them again in the backward pass (`jax.checkpoint`). Sides: float32, a plain cast of the parameters to bfloat16,
-`amp`, and `amp` with gradients that are summed in bfloat16.
+`amp`, `amp` with gradients that are summed in bfloat16, and `amp` under the policy `fp8`.
 """
 
 import functools
@@ -116,6 +116,7 @@ SIDES: dict[str, tuple[str, Callable[..., Any]]] = {
     "cast": ("a cast of the parameters", cast),
     "ours": ("ours", AMP),
     "ours low": ("ours, reduce = compute", functools.partial(AMP, amp_policy=policy(reduce="compute"))),
+    "ours fp8": ("ours, fp8", functools.partial(AMP, amp_policy="fp8")),
 }
 
 

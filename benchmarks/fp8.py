@@ -4,8 +4,8 @@
 
 Matmuls: `x @ w` and its two gradients, of several sizes, each in fp8; from these comes `least_size` in
 `policies/fp8.toml`. The step: a decoder of width 4,096 and hidden width 14,336 on 16,384 tokens, with AdamW, under the
-policies `default` on bfloat16 and `fp8`. "fp8 matmuls" counts those in the compiled program. Both sides are compiled
-without Triton's matmuls, among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
+policies `default` on bfloat16, `fp8`, and `fp8_delayed`. "fp8 matmuls" counts those in the compiled program. All sides
+are compiled without Triton's matmuls, among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
 """
 
 import functools
@@ -23,7 +23,7 @@ import jaxamp
 from ._tables import Column, number, parser, percent, progress, publish, save, significant
 from ._timing import figures, race, seconds
 
-LOW = jnp.bfloat16
+LOW, DELAYED = jnp.bfloat16, "fp8 delayed"
 MATMULS = ((16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 4096), (16384, 4096, 14336))
 COLUMNS = (
     Column("", "what"),
@@ -33,12 +33,14 @@ COLUMNS = (
     Column("ratio to bfloat16", "vs_bfloat16", number(2, "x")),
     Column("TFLOP/s", "tflops", number(0)),
     Column("temporary GiB", "temporary", number(2)),
+    Column("error", "error", "{:.1e}".format),
     Column("fp8 matmuls", "fp8"),
     Column("note", "note"),
 )
 NOTES = (
     "Ratio: how many times as fast as bfloat16. TFLOP/s: of the matmuls alone, over the whole time.",
-    "Matmuls: forward and both gradients, rounding and scales included.",
+    "Matmuls: forward and both gradients, rounding and scales included. Error: that of the least exact of the three, on"
+    " some of its rows beside float64, relative to their norm.",
 )
 
 
@@ -118,7 +120,18 @@ def matmul(sizes: tuple[int, int, int], repeats: int) -> list[dict[str, Any]]:
         return out, pull(ct.astype(out.dtype))
 
     calls = {side: compiled(functools.partial(both_ways, policy), x, w, ct) for side, policy in policies.items()}
-    return compare(f"matmul {m} x {k} x {n}", calls, lambda call: lambda: call(x, w, ct), 6.0 * m * k * n, repeats)
+    rows = compare(f"matmul {m} x {k} x {n}", calls, lambda call: lambda: call(x, w, ct), 6.0 * m * k * n, repeats)
+    return [row | {"error": error(calls[row["side"]](x, w, ct), x, w, ct)} for row in rows]
+
+
+def error(found: Any, x: Any, w: Any, ct: Any) -> float:
+    """The largest error of a product and its gradients beside float64, on their first rows."""
+    out, (dx, dw) = found
+    with jax.enable_x64(True):
+        x, w, ct = (a.astype(jnp.float64) for a in (x, w, ct))
+        some = slice(64)
+        pairs = [(out[some], x[some] @ w), (dx[some], ct[some] @ w.T), (dw[some], x[:, some].T @ ct)]
+        return max(float(jnp.linalg.norm(a.astype(jnp.float64) - b) / jnp.linalg.norm(b)) for a, b in pairs)
 
 
 def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
@@ -130,28 +143,33 @@ def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
         params = init(sizes, layers)
         return params, optimizer.init(params)
 
-    def run(fn: Any, state: Any, ids: Any) -> Any:
+    def run(side: str, fn: Any, state: Any, scales: Any, ids: Any) -> Any:
         params, before = state
-        value, grads = jax.value_and_grad(fn)(params, ids)
+        if side == DELAYED:
+            scales, (value, grads) = jaxamp.delayed_scale_value_and_grad(fn)(params, ids, delayed_scales=scales)
+        else:
+            value, grads = jax.value_and_grad(fn)(params, ids)
         updates, after = optimizer.update(grads, before, params)
-        return (optax.apply_updates(params, updates), after), value
+        return (optax.apply_updates(params, updates), after), scales, value
 
-    options = {"bfloat16": {"compute_dtype": LOW}, "fp8": {"amp_policy": "fp8"}}
+    options = {"bfloat16": {"compute_dtype": LOW}, "fp8": {"amp_policy": "fp8"}, DELAYED: {"amp_policy": "fp8_delayed"}}
     amped = {side: jaxamp.amp(functools.partial(loss, sizes), **chosen) for side, chosen in options.items()}
+    shapes = jax.eval_shape(first)
+    scales = [jaxamp.init_scales(amped[DELAYED])(shapes[0], ids)]
     calls = {
-        side: compiled(functools.partial(run, fn), jax.eval_shape(first), ids, donate_argnums=0)
+        side: compiled(functools.partial(run, side, fn), shapes, scales[0], ids, donate_argnums=0)
         for side, fn in amped.items()
     }
     state = [jax.jit(first)()]  # the sides take turns on one state: there is room for one
 
     def once(call: Any) -> Callable[[], Any]:
         def next_step() -> Any:
-            state[0], value = call(state[0], ids)
+            state[0], scales[0], value = call(state[0], scales[0], ids)
             return value
 
         return next_step
 
-    params = jax.eval_shape(first)[0]
+    params = shapes[0]
     multiplied = sum(p.size for p in jax.tree.leaves((params["blocks"], params["head"])) if p.ndim == 2)
     return compare(f"decoder, {layers} layers", calls, once, 6.0 * multiplied * ids.size, repeats)
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._pictures import save_growth, save_step_lengths, save_steps, save_zoo
+from ._pictures import save_growth, save_losses, save_step_lengths, save_steps, save_zoo
 from ._tables import markdown
 
 # In the order of RESULTS.md.
 QUESTIONS = (
-    "train_step zoo fp8 passes kernels memory growth matmul communication compile_time scaler optimizer step_length"
-    " report_time"
+    "train_step zoo fp8 curves passes kernels memory growth matmul communication compile_time scaler optimizer"
+    " step_length report_time numerics"
 ).split()
 TABLES = {  # the keys that the rows of a table share, and the name of the table
     "train_step": (("network", "layers"), "{network}, layers {layers}"),
@@ -83,6 +83,8 @@ def pictures(section: Section, folder: Path) -> list[str]:
     said = []
     if section.question == "growth":
         said.append(save_growth(section.rows, folder / "growth.png"))
+    if section.question == "curves":
+        said.append(save_losses(section.rows, folder / "curves.png"))
     if section.question == "step_length":
         said.append(save_step_lengths(section.rows, folder / "step_length.png"))
     if section.question == "zoo":

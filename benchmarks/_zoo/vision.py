@@ -31,8 +31,11 @@ def resnet(
     net = hk.transform_with_state(forward)
     x, y = draw.normal(batch, pixels, pixels, 3), draw.integers(classes, batch)
     params, state = haiku_params(net, x[:2], y[:2])
-    # Haiku begins with some scales of zero, which stop the gradients inside of the blocks.
-    params = {at: {k: jnp.ones_like(v) if k == "scale" else v for k, v in p.items()} for at, p in params.items()}
+    # Haiku begins with scales of zero at the ends of blocks, which stop the gradients inside. With ones, even TF32 is
+    # far from float32. Scales that have been trained for a while are small.
+    params = {
+        at: {k: jnp.where(v == 0, 0.2, v) if k == "scale" else v for k, v in p.items()} for at, p in params.items()
+    }
     return Net(lambda params, state, x, y: net.apply(params, state, None, x, y)[0], params, (state, x, y))
 
 
