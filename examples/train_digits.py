@@ -1,17 +1,17 @@
-"""Train a small vision transformer on handwritten digits, in float32 and in mixed precision with both half dtypes.
+"""Train a small vision transformer in Equinox on handwritten digits, in float32 and in mixed precision.
 
     pip install -e '.[examples]' && python examples/train_digits.py
 
 The model is plain float32 code. For mixed precision, its loss is wrapped in `jaxamp.amp`. The float16 run also scales
-the loss; the other two use a scaler that does nothing.
+the loss; the other two use a scaler that does nothing. `--precision` chooses one of the three; without it, all are
+trained and compared.
 """
 
 import argparse
-import math
 import time
 
+import equinox as eqx
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
@@ -23,65 +23,85 @@ from sklearn.datasets import load_digits
 
 import jaxamp
 
-WIDTH, HEADS, DEPTH, BATCH = 64, 4, 2, 64
+BATCH = 64
 
 
-def init(key):
-    keys = iter(jax.random.split(key, 3 + 4 * DEPTH))
+class Block(eqx.Module):
+    norms: list[eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
 
-    def weights(*shape):
-        return jax.random.normal(next(keys), shape) / math.sqrt(shape[0])
+    def __init__(self, width, key):
+        keys = jax.random.split(key)
+        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
+        self.attention = eqx.nn.MultiheadAttention(4, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
 
-    sizes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    blocks = [{name: weights(*shape) for name, shape in sizes.items()} for _ in range(DEPTH)]
-    return {"embed": weights(8, WIDTH), "places": weights(8, WIDTH), "blocks": blocks, "head": weights(WIDTH, 10)}
+    def __call__(self, x):
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
 
 
-def attention(p, x):
-    q, k, v = jnp.split((x @ p["qkv"]).reshape(*x.shape[:-1], HEADS, -1), 3, axis=-1)
-    return jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ p["out"]
+class Transformer(eqx.Module):
+    embed: eqx.nn.Linear
+    places: jax.Array
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, width, depth, key):
+        keys = jax.random.split(key, 3 + depth)
+        self.embed, self.head = eqx.nn.Linear(8, width, key=keys[0]), eqx.nn.Linear(width, 10, key=keys[1])
+        self.places = 0.3 * jax.random.normal(keys[2], (8, width))
+        self.blocks = [Block(width, key) for key in keys[3:]]
+        self.norm = eqx.nn.LayerNorm(width)
+
+    def __call__(self, image):
+        patches = image.reshape(4, 2, 2, 4).swapaxes(1, 2).reshape(8, 8)  # 8 patches of 2x4 pixels
+        x = jax.vmap(self.embed)(patches) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jax.vmap(self.norm)(x).mean(0))
 
 
-def loss_fn(params, images, labels):
-    patches = images.reshape(-1, 4, 2, 2, 4).swapaxes(2, 3).reshape(-1, 8, 8)  # 8 patches of 2x4 pixels
-    x = patches @ params["embed"] + params["places"]
-    for p in params["blocks"]:
-        x = x + attention(p, jax.nn.standardize(x))
-        x = x + jax.nn.gelu(jax.nn.standardize(x) @ p["up"]) @ p["down"]
-    logits = jax.nn.standardize(x).mean(1) @ params["head"]
+def loss_fn(model, images, labels):
+    logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), (logits.argmax(-1) == labels).mean()
 
 
-def train(name, loss_fn, scaler, train_set, test_set, steps):
+def train(name, loss_fn, scaler, model, train_set, test_set, steps):
     """Train on `loss_fn` and return losses, accuracies and times. Nothing in here knows about precision."""
-    params, random = init(jax.random.key(0)), np.random.default_rng(0)
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps), weight_decay=0.05)
+    random = np.random.default_rng(0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, max(1, steps // 10), steps)
+    optimizer = optax.adamw(schedule, weight_decay=0.05)
     grad_fn = jaxamp.dynamic_scale_value_and_grad(loss_fn, has_aux=True)
 
-    @jax.jit
-    def step(params, state, scaler, images, labels):
-        scaler, ((loss, _), grads) = grad_fn(params, images, labels, dynamic_scaler_state=scaler)
-        params, state = jaxamp.update_if_finite(params, optimizer, state, grads, scaler.finite)
-        return params, state, scaler, loss
+    @eqx.filter_jit
+    def step(model, state, scaler, images, labels):
+        scaler, ((loss, _), grads) = grad_fn(model, images, labels, dynamic_scaler_state=scaler)
+        model, state = jaxamp.update_if_finite(model, optimizer, state, grads, scaler.finite)
+        return model, state, scaler, loss
 
-    state, evaluate = optimizer.init(params), jax.jit(loss_fn)
+    state, evaluate = optimizer.init(eqx.filter(model, eqx.is_inexact_array)), eqx.filter_jit(loss_fn)
     losses, accuracies, times = [], [], []
-    for i in track(range(steps), f"{name:>14}"):
+    for i in track(range(steps), f"{name:>8}"):
         rows = random.choice(len(train_set[0]), BATCH, replace=False)
         noise = 0.5 * random.standard_normal((BATCH, 8, 8), np.float32)  # so that the model can't memorise the images
         batch = train_set[0][rows] + noise, train_set[1][rows]
         start = time.perf_counter()
-        params, state, scaler, loss = jax.block_until_ready(step(params, state, scaler, *batch))
+        model, state, scaler, loss = step(model, state, scaler, *batch)
+        loss.block_until_ready()
         times.append(time.perf_counter() - start)
         losses.append(float(loss))
         if i % 10 == 9 or i == steps - 1:
-            accuracies.append((i + 1, float(evaluate(params, *test_set)[1])))
+            accuracies.append((i + 1, float(evaluate(model, *test_set)[1])))
 
     return {
         "losses": losses,
         "accuracies": accuracies,
         "time": np.median(times[1:]),  # the first step compiles
-        "kept": jaxamp.bytes_kept(loss_fn)(params, *batch).before,  # before another amp: loss_fn as passed in
+        "kept": jaxamp.bytes_kept(loss_fn)(model, *batch).before,  # before another amp: loss_fn as passed in
         "scaler": jaxamp.scaler_metrics(scaler),
     }
 
@@ -89,12 +109,13 @@ def train(name, loss_fn, scaler, train_set, test_set, steps):
 def draw(runs, path):
     plt.switch_backend("Agg")
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    looks = (
-        {"color": "C0", "lw": 6, "alpha": 0.4},
-        {"color": "C1", "lw": 2.5},
-        {"color": "k", "lw": 0.8},
-    )  # a wide line first, thin ones on top of it
-    for (name, run), look in zip(runs.items(), looks, strict=True):
+    looks = {
+        "float32": {"color": "C0", "lw": 6, "alpha": 0.4},
+        "bfloat16": {"color": "C1", "lw": 2.5},
+        "float16": {"color": "k", "lw": 0.8},
+    }  # a wide line first, thin ones on top of it
+    for name, run in runs.items():
+        look = looks[name]
         left.semilogy(range(1, len(run["losses"]) + 1), run["losses"], label=name, **look)
         right.plot(*np.transpose(run["accuracies"]), label=f"{name}: {run['accuracies'][-1][1]:.1%} at the end", **look)
     left.set(xlabel="step", ylabel="cross entropy of the batch", title="Training loss")
@@ -108,7 +129,9 @@ def draw(runs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--precision", choices=("float32", "bfloat16", "float16"), help="all three, if not given")
     parser.add_argument("--steps", type=int, default=300, help="at least 2")
+    parser.add_argument("--small", action="store_true", help="a narrow and shallow model")
     parser.add_argument("--out", default="digits.png", help="where to save the picture of the runs")
     options = parser.parse_args()
 
@@ -120,10 +143,12 @@ def main():
     no_op, amp = jaxamp.DynamicScalerState.no_op(), jaxamp.amp
     how = {
         "float32": (loss_fn, no_op),
-        "amp, bfloat16": (amp(loss_fn, compute_dtype=jnp.bfloat16), no_op),
-        "amp, float16": (amp(loss_fn, compute_dtype=jnp.float16), jaxamp.DynamicScalerState(patience=50)),
+        "bfloat16": (amp(loss_fn, compute_dtype="bfloat16"), no_op),
+        "float16": (amp(loss_fn, compute_dtype="float16"), jaxamp.DynamicScalerState(patience=50)),
     }
-    runs = {name: train(name, *loss_and_scaler, *data, options.steps) for name, loss_and_scaler in how.items()}
+    model = Transformer(*((16, 1) if options.small else (64, 2)), jax.random.key(0))
+    chosen = [options.precision] if options.precision else list(how)
+    runs = {name: train(name, *how[name], model, *data, options.steps) for name in chosen}
 
     table = Table("", *runs, title=f"{options.steps} steps on {jax.devices()[0].device_kind}")
     table.add_row("test accuracy", *(f"{run['accuracies'][-1][1]:.1%}" for run in runs.values()))

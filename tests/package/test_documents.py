@@ -1,31 +1,68 @@
-"""What the README says runs as it is written, and the examples run."""
+"""What the README says runs as it is written, and the benchmarks run."""
 
-import os
 import re
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, W, with_the_package
+from helpers import LOW, ROOT, WIDE, W, matmuls
 from plans import plan_of, step
 
 from benchmarks import write_results
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.promotes
 def test_the_readmes_code_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 5
+    assert len(CODE) >= 4
     namespace = {}
-    for block in blocks:
+    for block in CODE:
         exec(compile(block, "README.md", "exec"), namespace)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
-def test_the_readme_names_the_commands_that_ci_runs():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "pip install -e '.[tests]' && pytest" in readme
-    assert "pip install -e '.[examples]' && python examples/train_digits.py" in readme
+@pytest.mark.promotes
+def test_the_readmes_diff_makes_its_step_mixed():
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    changed = [line for line in diff.splitlines() if line]
+    assert [line[0] for line in changed] == ["+", "-", "+"]
+    new_import, before, after = (line[1:] for line in changed)
+    namespace = {}
+    for code in (CODE[0], f"{new_import}\n{CODE[0]}".replace(before, after)):
+        exec(compile(code, "README.md", "exec"), namespace)
+        step, arguments = namespace["train_step"], [namespace[name] for name in ("params", "state", "x", "y")]
+        found = set(matmuls(step, *arguments))
+        assert found == ({WIDE} if code == CODE[0] else {LOW})
+
+
+def test_the_readme_is_short_and_names_the_commands_that_ci_runs():
+    assert len(README.splitlines()) < 250
+    assert "pip install -e '.[tests]' && pytest" in README
+    assert "pip install -e '.[examples]' && python examples/train_digits.py" in README
+
+
+def test_the_figures_of_the_readme_are_those_that_were_measured():
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\*\*vit, layers scan\*\*\n\n(\|.*? float32 \|.*?)\n\n", results, re.DOTALL)[:1]
+    measured = [[cell.strip() for cell in line.split("|")[2:]] for line in table.splitlines()[2:]]
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    assert len(rows) == 6
+    for ms, memory, ratio in rows:
+        assert [ms, f"{ratio}x", memory] in [
+            [line[0], line[2], f"{float(line[4]):.1f}"] for line in measured if line[0] != "-"
+        ]
+
+
+def test_links_between_documents_lead_to_files():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "policies").glob("*.md")]
+    links = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    ]
+    assert len(links) > 30
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_pass_of_the_guide_for_contributors_works():
@@ -48,53 +85,18 @@ def test_the_guide_for_contributors_names_files_that_there_are():
     assert missing == []
 
 
-@pytest.mark.slow
-def test_the_digits_example_runs(tmp_path):
-    pytest.importorskip("sklearn", reason="the examples extra is not installed")
-    pytest.importorskip("rich", reason="the examples extra is not installed")
-    out = tmp_path / "digits.png"
-    command = [sys.executable, str(ROOT / "examples" / "train_digits.py"), "--steps", "2", "--out", str(out)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert "accuracy" in run.stdout
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def run_example(name, picture, *flags):
-    """What an example prints that makes its own devices."""
-    pytest.importorskip("rich", reason="the examples extra is not installed")
-    environment = with_the_package(XLA_FLAGS=re.sub(r"--xla_force_host\S+", "", os.environ["XLA_FLAGS"]))
-    command = [sys.executable, str(ROOT / "examples" / name), "--small", "--out", str(picture), *flags]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=picture.parent, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    return run.stdout
-
-
-def test_the_sharded_example_gathers_low(tmp_path):
-    told = run_example("train_sharded.py", tmp_path / "loss.png", "--devices", "8", "--steps", "2")
-    assert "Everything that is gathered is bfloat16." in told
-    sent = {tuple(cells[:3]): cells[3:] for cells in re.findall(r"│ *(.*?) *│" + r" *(.*?) *│" * 4, told)}
-    assert float(sent["data", "all-gather", "bfloat16"][1]) == pytest.approx(0.459)
-    assert sent["data", "all-gather", "float32"] == ("0.918", "0.000")
-    assert sent["data", "all-reduce", "float32"] == ("0.672", "0.672")
-    assert sent["model", "all-reduce", "float32"][1] == "0.000"
-
-
-@pytest.mark.slow
-def test_processes_that_are_killed_end_as_if_they_were_not(tmp_path):
-    told = run_example("train_processes.py", tmp_path / "loss.png", "--folder", str(tmp_path / "runs"))
-    assert re.search(r"scale \d+, [1-9]\d* steps skipped in all", told)
-    assert re.search(r"Started again after step 5: the same bits", told)
-    assert float(re.search(r"for a while: (\S+) away", told)[1]) < 1e-3
-
-
 BENCHMARKS = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"write_results"}
 
 
-SLOW = BENCHMARKS - {"kernels", "matmul"}
+QUICK = {"kernels", "matmul"}
+LONG = {"curves", "growth", "memory", "passes", "report_time", "zoo"}  # much of what they run, others run too
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in sorted(BENCHMARKS)])
+def marks(name):
+    return () if name in QUICK else pytest.mark.soak if name in LONG else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in sorted(BENCHMARKS)])
 def test_the_benchmarks_run_and_are_rendered(name, tmp_path, monkeypatch):
     written, rendered = tmp_path / f"{name}.json", tmp_path / "RESULTS.md"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(written)]

@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
-from helpers import ROOT, starts_no_backend
+from helpers import ROOT, assert_starts_no_backend
 
 PACKAGE = ROOT / "jaxamp"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -154,5 +154,18 @@ def test_long_functions_say_what_they_do():
     assert [f"{module}.{node.name}" for module, node in long if not ast.get_docstring(node)] == []
 
 
-def test_importing_starts_no_backend():
-    assert starts_no_backend("import jaxamp; jaxamp.amp(lambda x: x); jaxamp.default_amp_policy")
+ARGVS = [["policies"], ["show", "default"], ["diff", "default", "fast"], ["--help"], ["--version"]]
+WITHOUT_A_BACKEND = (
+    "import jaxamp; jaxamp.amp(lambda x: x); jaxamp.default_amp_policy",
+    "jaxamp.format('mxfp4', rounding='stochastic').values()",
+    "from jaxamp import DynamicScalerState as S; S(); S.torch(); S.static(2.0); S.no_op()",
+    "from jaxamp import flashoptim, optim",
+    "import jaxamp.mpx",
+    "import jaxamp.jmp",
+    "import io, sys; from jaxamp.__main__ import main; out = sys.stdout; sys.stdout = io.StringIO()",
+    f"codes = [main(argv) for argv in {ARGVS}]; sys.stdout = out; assert codes[2] == 1",
+)
+
+
+def test_these_start_no_backend():
+    assert_starts_no_backend(*WITHOUT_A_BACKEND)

@@ -56,6 +56,16 @@ def test_a_wheel_has_the_command(dists):
         assert "jaxamp/__main__.py" in archive.namelist()
 
 
+def test_a_wheel_says_where_the_project_lives(dists):
+    (wheel,) = dists.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = archive.read(metadata).decode().splitlines()
+    addresses = dict(line.removeprefix("Project-URL: ").split(", ") for line in lines if line.startswith("Project-URL"))
+    assert addresses.keys() == {"Homepage", "Repository", "Issues", "Changelog"}
+    assert all(address.startswith(addresses["Homepage"]) for address in addresses.values())
+
+
 def test_a_bare_checkout_has_the_policies():
     where, presets = ask(ROOT)
     assert where.is_relative_to(ROOT)
