@@ -20,7 +20,7 @@ def booleans(seed: int, *shape: int) -> jax.Array:
     """Each row along the last axis has a True in it."""
     made = np.random.default_rng(seed).random(shape) < 0.6
     made[..., 0] = True
-    return jnp.asarray(made)
+    return jax.device_put(made)
 
 
 Q, K, V = (
@@ -31,8 +31,8 @@ Q, K, V = (
 QKV = Q, K, V
 BIAS = normal(3, 1, HEADS, TOKENS, KEYS)
 LENGTHS = {
-    "query_seq_lengths": jnp.array([TOKENS, 3], jnp.int32),
-    "key_value_seq_lengths": jnp.array([4, KEYS], jnp.int32),
+    "query_seq_lengths": jax.device_put(np.int32([TOKENS, 3])),
+    "key_value_seq_lengths": jax.device_put(np.int32([4, KEYS])),
 }
 
 

@@ -15,14 +15,26 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
-from models.plugin import pytest_addoption as pytest_addoption
-from models.plugin import pytest_collection_modifyitems as pytest_collection_modifyitems
+from models import plugin as models_plugin
 from models.plugin import pytest_terminal_summary as pytest_terminal_summary
 from soak import plugin as soak_plugin
 from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_threefry_partitionable", True)
 pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by_side")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    models_plugin.pytest_addoption(parser)
+    parser.addoption("--one-dtype", action="store_true", help="run the laws of programs in bfloat16 alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    models_plugin.pytest_collection_modifyitems(config, items)
+    if config.getoption("--one-dtype"):
+        is_other = {item: bool(re.search(r"test_laws\.py::.*-float16\]", item.nodeid)) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if is_other[item]])
+        items[:] = [item for item in items if not is_other[item]]
 
 
 def pytest_configure(config: pytest.Config) -> None:

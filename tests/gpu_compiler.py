@@ -242,12 +242,30 @@ def main():
             "fp8": about({**jaxamp.load_policy("default"), jax.lax.dot_general_p: rule}),
         }
 
+    def turned():
+        """The dtypes of what XLA turns for the fp8 matmuls of a gradient, with cuBLAS's kernels."""
+        policy = {**jaxamp.load_policy("default"), jax.lax.dot_general_p: jaxamp.use_formats()}
+        loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in ((512, 512), (1024, 512))]
+        program = (
+            jax.jit(jax.grad(jaxamp.amp(loss, amp_policy=policy))).trace(*shapes).lower(lowering_platforms=("cuda",))
+        )
+        text = program.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+        entry = text[text.index("\nENTRY") :]
+        made = re.findall(r"%\w*(?:transpose|copy)[\w.]* = (.*?) (?:fusion|copy|transpose)\(", entry)
+        return {
+            "matmuls": text.count("$f8"),
+            "dtypes": sorted({d for one in made for d in re.findall(r"(\w+)\[", one)}),
+        }
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
         transform = lambda fn: fn
         if asked is not None:
-            policy = {**jaxamp.load_policy("default"), jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
+            rules = {jax.lax.dot_general_p: jaxamp.use_formats()} if asked.pop("fp8", False) else {}
+            words = {jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
+            policy = {**jaxamp.load_policy("default"), **words, **rules}
             transform = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
         with program.context():
             found = jaxamp.compiled_collectives(compiled(program.gradient(transform), *program.specs(), donate=()))
@@ -265,6 +283,7 @@ def main():
         "kept": kept,
         "sharded": sharded,
         "fp8": fp8,
+        "turned": turned,
     }
     answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]
     print("\n" + json.dumps(answers))

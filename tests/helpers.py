@@ -39,11 +39,11 @@ class Program(NamedTuple):
     rtol: float = 2e-2  # against float64, relative to the largest magnitude of each output
 
 
-# -- arrays
+# -- arrays: `device_put` of NumPy's, for `jnp.asarray` compiles a program for each shape
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+    return jax.device_put(scale * np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -60,7 +60,7 @@ def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
     """The oracle: `fn` on the same numbers in float64."""
 
     def wide(x: Any) -> Any:
-        return jnp.asarray(np.asarray(x, np.float64)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return jax.device_put(np.asarray(x, np.float64)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(fn)(*jax.tree.map(wide, args)))
@@ -174,9 +174,10 @@ def with_the_package(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-def starts_no_backend(code: str) -> bool:
-    """Whether code starts no JAX backend, asked in a process of its own."""
-    code = f"import jax; {code}; print('done'); jax.devices()"
+def assert_starts_no_backend(*lines: str) -> None:
+    """These lines start no JAX backend in a process of their own; the traceback has the number of one that does."""
+    code = "\n".join(["import jax", *lines, "print('done'); jax.devices()"])
     environment = with_the_package(JAX_PLATFORMS="nowhere")  # starting a backend fails
     out = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True)
-    return out.stdout == "done\n" and "Unable to initialize backend 'nowhere'" in out.stderr
+    assert out.stdout == "done\n", out.stderr
+    assert "Unable to initialize backend 'nowhere'" in out.stderr

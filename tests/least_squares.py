@@ -47,7 +47,7 @@ def batch_of(size=16, features=4, magnitude=0.25):
     """Small enough that gradients times 2**15 are float16 numbers."""
     random = np.random.default_rng(0)
     x = magnitude * random.standard_normal((size, features)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(magnitude * random.standard_normal(size).astype(np.float32))
+    return jax.device_put(x), jax.device_put(magnitude * random.standard_normal(size).astype(np.float32))
 
 
 W = normal(1, 4)

@@ -5,7 +5,6 @@ what is compiled for one of them serves the others.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -29,19 +28,19 @@ def tree(dtype, seed=0, shape=(4, 64)):
     """Groups along the last axis, and a tail."""
     rng = np.random.default_rng(seed)
     shapes = {"w": shape, "odd": (3, 17)}
-    return {name: jnp.asarray(rng.normal(size=shape).astype(dtype)) for name, shape in shapes.items()}
+    return {name: jax.device_put(rng.normal(size=shape).astype(dtype)) for name, shape in shapes.items()}
 
 
 def wide(tree):
     """The tree in float32."""
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), tree)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x, np.float32)), tree)
 
 
 def gradients(params, step, seed=1, noise=0.5):
     """Gradients with a direction of their own and noise around it."""
     fixed, rng = np.random.default_rng(seed), np.random.default_rng((seed, step))
     return jax.tree.map(
-        lambda p: jnp.asarray(np.float32(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape))), params
+        lambda p: jax.device_put(np.float32(fixed.normal(size=p.shape) + noise * rng.normal(size=p.shape))), params
     )
 
 

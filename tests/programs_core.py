@@ -30,7 +30,7 @@ def drawn(*shapes: tuple[int, ...], seed: int = 0) -> Args:
             rng.normal(size=shape) / (np.sqrt(shape[-2]) if i and len(shape) > 1 else 1)
             for i, shape in enumerate(shapes)
         ]
-        return tuple(jnp.asarray(array, jnp.float32) for array in arrays)
+        return tuple(jax.device_put(np.asarray(array, np.float32)) for array in arrays)
 
     return args
 
@@ -41,7 +41,7 @@ def also(args: Args, *more: Callable[[], Any]) -> Args:
 
 
 def ints(*values: Any, dtype: Any = jnp.int32) -> Callable[[], Any]:
-    return lambda: jnp.asarray(values, dtype)
+    return lambda: jax.device_put(np.asarray(values, dtype))
 
 
 MLP = drawn((4, 8), (8, 8), (8, 3))
@@ -138,7 +138,7 @@ def ragged_dot(x, w, sizes):
 @program(
     also(
         drawn((4, 8), (8, 3)),
-        lambda: jnp.asarray(np.arange(8).reshape(2, 4) - 3, jnp.int8),
+        lambda: jax.device_put(np.arange(8, dtype=np.int8).reshape(2, 4) - 3),
         ints(1, -2, 3, 4, dtype=jnp.int8),
     ),
     low=1,

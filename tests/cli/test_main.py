@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from commands import answer, document, table
-from helpers import starts_no_backend, with_the_package
+from helpers import with_the_package
 
 import jaxamp
 from jaxamp._cli import commands as _commands
@@ -481,14 +481,6 @@ def test_the_examples_of_the_help_are_command_lines(capsys, command):
     assert len(lines) >= 2
     for line in lines:
         assert parse(shlex.split(line)[1:]).command == command
-
-
-def test_policies_are_looked_at_without_a_backend():
-    argvs = [["policies"], ["show", "default"], ["diff", "default", "fast"], ["--help"], ["--version"]]
-    quiet = "import io, sys; from jaxamp.__main__ import main; out = sys.stdout; sys.stdout = io.StringIO()"
-    assert starts_no_backend(
-        f"{quiet}; codes = [main(argv) for argv in {argvs}]; sys.stdout = out; assert codes[2] == 1"
-    )
 
 
 # -- real processes

@@ -134,8 +134,9 @@ def test_train_on_batch_and_a_step_of_your_own(keras):
     assert not np.array_equal(fixed[-1], state[1][-1])
 
 
-def test_the_readmes_code_runs_as_written(keras):
-    (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_recipes_model_predicts_in_float32(keras):
+    page = ROOT / "docs" / "recipes" / "keras.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     namespace = {}
-    exec(compile(block, "README.md", "exec"), namespace)
+    exec(compile(block, str(page), "exec"), namespace)
     assert namespace["model"].predict(X[:2].reshape(2, 64)[:, :16], verbose=0).dtype == np.float32

@@ -122,7 +122,8 @@ def test_a_replacement_reaches_the_report_and_its_costs():
 
 def test_a_replacement_reaches_find_overflow():
     def overflows(primitive, compute_dtype, x, w, **params):
-        return primitive.bind(x.astype(compute_dtype) * 1e30, w.astype(compute_dtype) * 1e30, **params)
+        large = lambda a: lax.abs(a.astype(compute_dtype)) * 1e30  # infinities of both signs would make NaNs
+        return primitive.bind(large(x), large(w), **params)
 
     policy = jaxamp.default_amp_policy | {lax.dot_general_p: jaxamp.use_replacement(overflows)}
     found = jaxamp.find_overflow(loss, **BF16, amp_policy=policy)(W, X)

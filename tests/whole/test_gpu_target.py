@@ -30,6 +30,7 @@ QUESTIONS = {
     "masked": ["masked"],
     "fp8": ["fp8", 1],
     "fp8 on 8": ["fp8", 8],
+    "turned": ["turned"],
 }
 STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
 
@@ -125,6 +126,11 @@ def test_matmuls_are_fp8_in_both_passes(answers):
     """Six forward, and two gradients of each but the first's by the batch."""
     forward, backward = ["f8e4m3fn", "f8e4m3fn"], ["f8e4m3fn", "f8e5m2"]
     assert answers["fp8"]["fp8"]["dots"] == [forward] * 6 + [backward] * 11
+
+
+def test_bytes_alone_are_turned_for_fp8(answers):
+    """XLA would turn the float32 weights and masks of them, to get bytes in the order that cuBLAS wants."""
+    assert answers["turned"] == {"matmuls": 5, "dtypes": ["f8e4m3fn", "f8e5m2"]}
 
 
 def test_fp8_needs_no_more_memory(answers):

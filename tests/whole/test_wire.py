@@ -15,8 +15,10 @@ SIDES = {
     "low sums": {"reduce": "compute"},
     "wide gathers": {"gather": "float32"},
     "low wire": {"reduce": "wire"},
+    "fp8": {"fp8": True},
 }
 MAPPED = ["shard_map", "scan and remat in a shard_map"]
+ONLY = {"low wire": MAPPED, "fp8": ["constraint", "in a scan"]}  # sides that are asked of some programs alone
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def answers():
     why = gpu_compiler.why_not(any_jax=True)
     if why:
         pytest.skip(why)
-    asked = [(name, side) for name in sharded_programs.NAMES for side in SIDES if side != "low wire" or name in MAPPED]
+    asked = [(name, side) for name in sharded_programs.NAMES for side in SIDES if name in ONLY.get(side, [name])]
     questions = [["wire", name, SIDES[side]] for name, side in asked]
     return dict(zip(asked, gpu_compiler.ask(questions), strict=True))
 
@@ -88,3 +90,16 @@ def test_gradients_are_sent_low_and_summed_in_float32(answers, name):
     assert {(kind, dtype) for kind, dtype, *_ in rows} == {("all-gather", "bfloat16"), ("all-to-all", "bfloat16")}
     size = lambda rows, kind: sum(row[2] for row in rows if row[0] == kind)
     assert size(rows, "all-to-all") * 2 == size(answers[name, "float32"], "reduce-scatter")
+
+
+@pytest.mark.parametrize("name", ONLY["fp8"])
+def test_gradients_of_quantised_weights_are_summed_into_parts(answers, name):
+    """XLA would sum them on all devices, because the scale stands between the sum and the part."""
+    rows = answers[name, "fp8"]
+    assert {(kind, dtype) for kind, dtype, *_ in rows} == {
+        ("all-gather", "float8_e4m3fn"),
+        ("reduce-scatter", "float32"),
+    }
+    written, found = sent(answers[name, "float32"]), sent(rows)
+    assert found["gather", "float8_e4m3fn"] * 4 == written["gather", "float32"]
+    assert found["sum", "float32"] == written["sum", "float32"]
