@@ -194,9 +194,10 @@ class Kinds:
 
     def of(self, jaxpr: Jaxpr) -> list[int]:
         """The number of each equation of a jaxpr."""
-        return self._known.get(jaxpr, None, lambda: [self._number(eqn) for eqn in open_jaxpr(jaxpr).eqns])
+        return self._known.get(jaxpr, None, lambda: [self.number(eqn) for eqn in open_jaxpr(jaxpr).eqns])
 
-    def _number(self, eqn: Any) -> int:
+    def number(self, eqn: Any) -> int:
+        """The number of an equation."""
         return self._numbers.setdefault(_signature(eqn), len(self._numbers))
 
 

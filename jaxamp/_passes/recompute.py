@@ -2,7 +2,8 @@
 
 JAX keeps for the backward pass what each nonlinear operation needs, in float32. Here a program is cut between matmuls,
 where the fewest bytes are alive: between two layers of a network. A section keeps what goes into it and what is
-expensive to make (`residuals.py`), results of matmuls above all. The backward pass computes the rest again.
+expensive to make (`residuals.py`), results of matmuls above all. The backward pass computes the rest again. Where that
+saves little (`savings.py`), as inside of a function with its own derivative, there is no section.
 
 A section is a jitted function, which JAX remembers: equal layers of a network are differentiated and lowered once, and
 not again in the next trace. Source lines and scopes are those of the equations.
@@ -42,6 +43,7 @@ from .._plan.residuals import is_work, makes_complex
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
+from .savings import Savings, bodies
 
 _REMEMBERED = 1024  # sections
 # (jaxpr, how it is cut) -> with sections. An entry lives as long as the jaxpr: JAX remembers what it made of a body.
@@ -70,13 +72,6 @@ class _Inside(NamedTuple):
     has_low: bool
 
 
-def _bodies(eqn: Any) -> list[Jaxpr]:
-    if traits_of(eqn.primitive).plain_params:
-        return []
-    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    return [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
-
-
 class _Cutter:
     def __init__(self, setting: Setting):
         self._low = setting.formats.compute_dtype
@@ -94,11 +89,12 @@ class _Cutter:
         body = open_jaxpr(jaxpr)
         runs = list(self._runs(body.eqns))
         sections = [section for run, outs in _with_results(body, runs) for section in self._sections(run, outs)]
+        savings = None if self._whole else Savings(jaxpr, [section.eqns for section in sections])
         eqns: list[Any] = []
-        for section, outs in _with_results(body, sections):
+        for i, (section, outs) in enumerate(_with_results(body, sections)):
             if not section.inside:
                 eqns += map(self._with_sections_inside, section.eqns)
-            elif self._pays(section.eqns):
+            elif self._pays(section.eqns) and (savings is None or savings.pays(i, outs)):
                 eqns.append(_equation(body, section.eqns, outs))
             else:
                 eqns += section.eqns
@@ -132,7 +128,7 @@ class _Cutter:
         if hi is not None and hi.kind == "custom_vjp":
             return True
         is_checkpoint = traits.checkpoints or (hi is not None and hi.kind == "checkpoint")
-        inside = [self._inside(body) for body in _bodies(eqn)]
+        inside = [self._inside(body) for body in bodies(eqn)]
         if self._whole:
             return (is_checkpoint and not is_ours(eqn)) or any(found.has_boundary for found in inside)
         is_call = traits.plain_call or traits.own_jvp or (hi is not None and not is_checkpoint)
@@ -152,14 +148,12 @@ class _Cutter:
     def _matmuls(self, eqn: Any) -> int:
         """How many matmuls there are in an equation."""
         traits = traits_of(eqn.primitive)
-        return (
-            sum(self._inside(body).matmuls for body in _bodies(eqn)) if traits.plain_call else int(traits.matrix_unit)
-        )
+        return sum(self._inside(body).matmuls for body in bodies(eqn)) if traits.plain_call else int(traits.matrix_unit)
 
     def _has_low(self, eqn: Any) -> bool:
         """Whether it reads or makes a low value, or does so inside."""
         dtypes = (float_dtype(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        return self._low in dtypes or any(self._inside(body).has_low for body in _bodies(eqn))
+        return self._low in dtypes or any(self._inside(body).has_low for body in bodies(eqn))
 
     def _with_sections_inside(self, eqn: Any) -> Any:
         """A boundary, with sections in its bodies if it may have them."""

@@ -57,6 +57,11 @@ _TABLE: dict[str, str] = {
         acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 integer_pow log log1p
         logistic one_minus_square pow rsqrt sin sinh sqrt square tan tanh
     """,
+    "derivative_of_result": "cbrt erf_inv exp exp2 expm1 logistic rsqrt sqrt tan tanh",
+    "transcendental": """
+        acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow
+        rsqrt sin sinh sqrt tan tanh
+    """,
     "elementwise": """
         abs add add_any broadcast_in_dim ceil clamp convert_element_type copy div floor max min mul neg rem reshape
         round select_n sign squeeze stop_gradient sub

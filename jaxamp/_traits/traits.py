@@ -34,6 +34,8 @@ class Traits:
     matmul: bool = False  # bilinear in its first two operands: what a matrix unit does
     matrix_unit: bool = False  # a matmul, or something made of matmuls
     nonlinear: bool = False  # of one entry; its derivative needs a value that it reads or makes
+    derivative_of_result: bool = False  # nonlinear, and its derivative is read off its result
+    transcendental: bool = False  # nonlinear, and not a few products: XLA does not compute it twice to save memory
     elementwise: bool = False  # each entry of the result is made of one entry of each operand
     broadcasts: bool = False  # operands of size one along an axis are repeated along it
     product: bool = False
