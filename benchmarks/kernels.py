@@ -25,7 +25,8 @@ from .train_step import SMALL
 
 STEPS = 2
 GROUPS = {  # the first match counts
-    "attention": "cudnn|flash|fmha",
+    "attention": "flash|fmha|sdpa",
+    "convolutions": "cudnn|fprop|dgrad|wgrad|implicit|convolve|winograd",
     "matmuls": "nvjet|gemm|cutlass|cublas|splitk|_dot",
     "zeros": "^loop_broadcast|^memset",
     "copies": "^memcpy|dynamic_update_slice",
@@ -48,6 +49,7 @@ COLUMNS = (
 )
 NOTES = (
     "Kernels overlap little: their sum is the time of a step, except for the gaps between them.",
+    "Convolutions: cuDNN's kernels that are not attention, and what they need, such as changes of layout.",
     "Zeros and copies: in a scan, these fill the buffers that the backward pass reads.",
     "Ratio: milliseconds divided by those of the first side.",
 )

@@ -227,6 +227,21 @@ def test_kernels_are_grouped_by_what_they_are_for():
     assert sum(row["share"] for row in found[1:]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64", "attention"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolutions"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816wgrad_optimized>", "convolutions"),
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel", "convolutions"),
+        ("loop_convert_fusion_3", "element by element"),
+    ],
+)
+def test_convolutions_are_not_attention(kernel, group):
+    assert kernels.group_of(kernel) == group
+
+
 # -- tables
 
 
