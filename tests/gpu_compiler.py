@@ -8,6 +8,7 @@ A question is the name of an answer below, and its arguments.
 """
 
 import functools
+import itertools
 import json
 import re
 import subprocess
@@ -258,6 +259,29 @@ def main():
             "dtypes": sorted({d for one in made for d in re.findall(r"(\w+)\[", one)}),
         }
 
+    def laplacian():
+        """Kernels and temporary bytes of the gradient of a loss with second derivatives: cast by hand, and ours."""
+
+        def loss(weights, x):
+            def value(x):
+                for w in weights[:-1]:
+                    x = jnp.tanh(x @ w)
+                return (x @ weights[-1])[0]
+
+            at = lambda x: sum(jax.jvp(jax.grad(value), (x,), (e,))[1] @ e for e in jnp.eye(len(x), dtype=x.dtype))
+            return jnp.mean(jax.vmap(at)(x) ** 2)
+
+        cast = lambda *args: loss(*jaxamp.cast_floating(args, jnp.bfloat16)).astype(jnp.float32)
+        sizes = (4, 256, 256, 256, 1)
+        weights = [jax.ShapeDtypeStruct(size, jnp.float32) for size in itertools.pairwise(sizes)]
+        found = []
+        for fn in (cast, jaxamp.amp(loss, compute_dtype=jnp.bfloat16)):
+            program = compiled(jax.grad(fn), weights, jax.ShapeDtypeStruct((2048, 4), jnp.float32), donate=())
+            entry = program.as_text().split("ENTRY")[1]
+            kernels = len(re.findall(r"= .* (?:fusion|copy|custom-call)\(", entry))
+            found.append([kernels, program.memory_analysis().temp_size_in_bytes])
+        return {"cast": found[0], "ours": found[1]}
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -281,6 +305,7 @@ def main():
         "softmax": softmax,
         "masked": masked,
         "kept": kept,
+        "laplacian": laplacian,
         "sharded": sharded,
         "fp8": fp8,
         "turned": turned,

@@ -28,7 +28,8 @@ from .._traits import Traits, traits_of
 # It must save more than these parts of
 _HANDED_ON = 3  # what it returns,
 _AGAIN = 8  # what the backward pass reads to make the rest again,
-_LITTLE = 32  # and the largest value that is kept in the program. Measured on the networks of `benchmarks/zoo.py`.
+_LITTLE = 32  # and the largest value that is kept in the program. Found on the networks of `benchmarks/zoo.py`.
+_MUCH = 2**20  # bytes: to save so many is not little next to any value
 
 _LONG = 1000  # equations: a call of a function that has more is not looked into
 
@@ -75,8 +76,8 @@ class Savings:
         with_it, without = self._kept_by_checkpoint(self._sections[i]), self._kept[i]
         elsewhere = {v for v in with_it | without if self._readers.get(v, 0) > (v in without)}
         saved = self._bytes(without - elsewhere) - self._bytes(with_it - elsewhere)
-        costs = sum(map(_bytes, outs)) / _HANDED_ON, self._bytes(with_it) / _AGAIN, self._largest / _LITTLE
-        return saved > max(costs)
+        little = min(self._largest / _LITTLE, _MUCH)
+        return saved > max(sum(map(_bytes, outs)) / _HANDED_ON, self._bytes(with_it) / _AGAIN, little)
 
     def _bytes(self, variables: Iterable[Var]) -> int:
         return sum(_bytes(v) for v in variables if v not in self._given)

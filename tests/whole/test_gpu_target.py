@@ -23,6 +23,7 @@ QUESTIONS = {
     "law": ["law"],
     "release": ["release"],
     "kept": ["kept"],
+    "laplacian": ["laplacian"],
     "sharded": ["sharded"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -115,6 +116,12 @@ def test_a_masked_softmax_takes_neighbouring_rows(answers):
 def test_what_a_scan_keeps_is_not_turned(answers):
     """XLA would turn queries, keys and values of all layers for a single reader of the values."""
     assert answers["kept"]["kernels"] == ["loop_broadcast_fusion"]
+
+
+def test_second_derivatives_need_about_what_a_plain_cast_needs(answers):
+    """Kernels, and temporary bytes. With checkpoints inside of them, it would be twice the kernels."""
+    for ours, cast in zip(answers["laplacian"]["ours"], answers["laplacian"]["cast"], strict=True):
+        assert ours <= 1.05 * cast
 
 
 def test_layouts_gather_nothing(answers):
