@@ -199,6 +199,11 @@ def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[Any]]:
     return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts
 
 
+def is_saved(answer: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` says that a value is kept, be it on another device: a bool or an enum."""
+    return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
+
+
 def without_dead_code(closed: Jaxpr) -> Jaxpr:
     """A closed jaxpr without the equations that its results don't need."""
     body = open_jaxpr(closed)

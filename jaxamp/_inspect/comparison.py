@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._number_formats.number_format import NumberFormat
 from .._table import WIDTH, Column, table
 from .location import Source
 from .ranges import Range
@@ -93,6 +94,7 @@ class Comparison:
     notes: tuple[str, ...]
     magnified: tuple[Magnified, ...] = ()  # where the rounding of a low matmul grows
     backward_error: str | None = None  # what was raised when the backward pass was traced
+    formats: tuple[NumberFormat, ...] = ()  # that the policy's rules round to
 
     @property
     def scopes(self) -> tuple[Compared, ...]:
@@ -117,7 +119,8 @@ class Comparison:
             case._asdict() | {"source": _plain(case.source), "matmul_source": _plain(case.matmul_source)}
             for case in self.magnified
         ]
-        return head | lists | {"magnified": magnified, "ranges": ranges, "notes": list(self.notes)}
+        formats = list(map(str, self.formats))
+        return head | lists | {"magnified": magnified, "ranges": ranges, "formats": formats, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         lines = [f"{self.name} in {self.compute_dtype} against {self.reference}"]
@@ -131,7 +134,9 @@ class Comparison:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def plot(self, path: Any = None, *, formats: Any = ()) -> Any:
-        """Draw the ranges of the values by scope, below those of float16, bfloat16 and both float8 formats.
+        """Draw the ranges of the values by scope, below those of number formats.
+
+        These are float16, bfloat16, both float8 formats, and those of the policy.
 
         Needs matplotlib. Returns the figure; `figure.savefig("ranges.pdf")` saves it for a paper.
 

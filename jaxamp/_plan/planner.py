@@ -350,7 +350,8 @@ class Planner:
         def operation(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
             return apply_replacement(rule, self.formats.compute_dtype, eqn, operands, params)
 
-        return step._replace(operation=operation, replaced=True, format=rule.format)
+        reason = Reason(Why.REPLACED, (step.reason, rule.remark)) if rule.remark else step.reason
+        return step._replace(operation=operation, replaced=True, format=rule.format, reason=reason)
 
     def _by_users_rule(self, decision: Decision) -> Operation:
         rule, dtype = decision.found.rule, self.formats.compute_dtype
