@@ -102,7 +102,8 @@ def byte_dtype(format: NumberFormat) -> np.dtype | None:
 
 def numbers(q: Any, format: NumberFormat | None) -> Any:
     """The numbers that a quantised array has. `format`: None for the compute dtype."""
-    return lax.bitcast_convert_type(q, byte_dtype(format)) if format is not None and q.dtype == np.uint8 else q
+    dtype = None if format is None or q.dtype != np.uint8 else byte_dtype(format)
+    return q if dtype is None else lax.bitcast_convert_type(q, dtype)
 
 
 def dequantized(quantized: Quantized, format: NumberFormat | None, dtype: np.dtype) -> Any:

@@ -223,9 +223,8 @@ def _quantized(base: Primitive) -> Primitive:
                 not quantizing.given[other] and again is not None and again.block == "tensor"
             )
             derivative = Derivative(quantizing, i, format_, is_rounded)
-            operand = (
-                values[other] if quantizing.given[other] or (again is not None and not is_rounded) else rounded[other].q
-            )
+            is_copy = is_rounded or (again is None and not quantizing.given[other])
+            operand = rounded[other].q if is_copy else values[other]
             scales = [rounded[other].scale, *largest]
             return _bind_derivative(base, tangents[i], operand, scales, rest, derivative, params)
 

@@ -148,7 +148,7 @@ def test_a_table_with_formats_of_scopes(tmp_path):
         ("[quantized.scopes]\nblock = 'e4m3'", ("'block'; expected formats after it", "Write block = { operands =")),
         (
             "[quantized.scopes]\nblock = { keeps = 'e4m3' }",
-            ("'keeps'; expected one of operands", "Did you mean 'kept'"),
+            ("'keeps'; expected one of", "Did you mean 'kept'"),
         ),
         (
             "[quantized]\nkept = { name = 'e5m2', round = 'nearest' }",
