@@ -229,6 +229,18 @@ def more_scanned(params: dict[str, Any], count: int) -> dict[str, Any]:
     return {**params, "ft_in": flattree.pack(tuple(map(flattree.nones, (consts, carry, scanned + count))))}
 
 
+def more_constants(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a `scan` or a `while` whose body takes more constants, after those that it has."""
+    if "body_nconsts" in params:
+        return {**params, "body_nconsts": params["body_nconsts"] + count}
+    if "ft_in" not in params:
+        return {**params, "num_consts": params["num_consts"] + count}
+    from jax._src import flattree  # type: ignore[attr-defined,unused-ignore]  # 0.11 and newer
+
+    consts, carry, scanned = map(len, params["ft_in"].unpack())
+    return {**params, "ft_in": flattree.pack(tuple(map(flattree.nones, (consts + count, carry, scanned))))}
+
+
 def more_jitted(params: dict[str, Any], count: int) -> dict[str, Any]:
     """The parameters of a jitted function that takes more operands after the others. Private in 0.10 to 0.12."""
     from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
