@@ -91,7 +91,7 @@ def run_piece(piece: Piece) -> Callable[..., list[Any]]:
     return run
 
 
-def compiled_fast(fun: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_fast(fun: Callable[..., Any]) -> Any:
     """A function that runs once or a few times: each result is rounded to its dtype, and little time is spent on speed.
 
     Without the first option, XLA may leave out a cast to a low dtype and back, and an overflow with it.
