@@ -10,7 +10,16 @@ from .pullback import pullback_of
 
 
 class BytesKept(NamedTuple):
-    """Bytes computed in the forward pass and read in the backward pass, without the arguments."""
+    """Bytes computed in the forward pass and read in the backward pass, without the arguments.
+
+    Attributes:
+        before: Of the function as written.
+        after: Of it under `amp`.
+
+    >>> kept = BytesKept(before=4096, after=1024)
+    >>> kept.after / kept.before
+    0.25
+    """
 
     before: int
     after: int
@@ -24,13 +33,20 @@ def bytes_kept(
     keep: Keep = "auto",
     disable_passes: Sequence[str] = (),
 ) -> Callable[..., BytesKept]:
-    """Count the bytes that `fn` and `amp(fn)` keep for the backward pass, as a function of `fn`'s arguments.
+    """Count the bytes that `fn` and `amp(fn)` keep for the backward pass.
+
+    Args:
+        fn: The loss that you would pass to `amp`.
+        compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
+
+    Returns:
+        A function of `fn`'s arguments that returns `BytesKept`. It only traces, so `jax.ShapeDtypeStruct`s can stand in
+        for arrays.
 
     The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
     argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
     buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
-    again. (XLA may round them once, if it has room for the copy.) This only traces, so `jax.ShapeDtypeStruct`s can
-    stand in for arrays.
+    again. (XLA may round them once, if it has room for the copy.)
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
