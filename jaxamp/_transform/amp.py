@@ -79,7 +79,8 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
 def program_of(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> Jaxpr:
     """What running a planned call gives, before the passes over it."""
     transformed = ledger is None and any(map(is_transformed, arrays))
-    interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed)
+    sends_low = _passes.send_low in planned.passes
+    interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed, sends_low=sends_low)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(planned.plan, arrays)
