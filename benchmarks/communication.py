@@ -1,6 +1,6 @@
 """How many bytes does a training step of a large decoder send between devices, and how long does that take?
 
-    python -m benchmarks.communication [--small] [--models "8B,70B"] [--devices 8,64,512]
+    python -m benchmarks.communication [--small] [--models "8B,70B"] [--devices 8,64]
 
 Nothing runs: the step is compiled from shapes alone, for H200s that need not be there, and what it sends is read from
 the program. Parameters and gradients are split over all devices, as in FSDP; a layer gathers its parameters, and
@@ -239,7 +239,7 @@ def _dtypes(rows: list[Any]) -> str:
 def main() -> None:
     asked = parser(__doc__, "a small decoder")
     asked.add_argument("--models", default=",".join(MODELS), help="names of models, separated by commas")
-    asked.add_argument("--devices", default="8,64,512", help="numbers of devices, separated by commas")
+    asked.add_argument("--devices", default="8,64", help="numbers of devices, separated by commas")
     options = asked.parse_args()
     models = SMALL if options.small else {name: MODELS[name] for name in options.models.split(",")}
     if not plugin_is_here() and not options.small:

@@ -263,8 +263,7 @@ def main():
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
         transform = lambda fn: fn
         if asked is not None and asked.get("cast"):
-            again = jax.checkpoint if asked.get("checkpoint") else lambda fn: fn
-            transform = lambda fn: lambda *args: again(fn)(*jaxamp.cast_floating(args, jnp.bfloat16))
+            transform = lambda fn: lambda *args: fn(*jaxamp.cast_floating(args, jnp.bfloat16))
         elif asked is not None:
             rules = {jax.lax.dot_general_p: jaxamp.use_formats()} if asked.pop("fp8", False) else {}
             words = {jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
