@@ -289,7 +289,9 @@ def main():
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
         transform = lambda fn: fn
-        if asked is not None:
+        if asked is not None and asked.get("cast"):
+            transform = lambda fn: lambda *args: fn(*jaxamp.cast_floating(args, jnp.bfloat16))
+        elif asked is not None:
             rules = {jax.lax.dot_general_p: jaxamp.use_formats()} if asked.pop("fp8", False) else {}
             words = {jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
             policy = {**jaxamp.load_policy("default"), **words, **rules}
