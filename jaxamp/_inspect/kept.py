@@ -44,29 +44,19 @@ def bytes_kept(
     Args:
         fn: The loss that you would pass to `amp`.
         compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
-
-    Returns:
-        A function of `fn`'s arguments that returns `BytesKept`. It only traces, so `jax.ShapeDtypeStruct`s can stand in
-        for arrays.
-
-    The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
-    argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
-    buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
-    again. (XLA may round them once, if it has room for the copy.)
-
-    Args:
-        fn: The function, as `amp` takes it.
-        compute_dtype: As in `amp`.
-        amp_policy: As in `amp`.
-        keep: As in `amp`.
-        disable_passes: As in `amp`.
         per_device: Whether to count what one device keeps, for arrays or shapes with shardings. XLA decides how values
             are split, so the forward pass is compiled, as written and under `amp`, for the devices of the shardings;
             nothing runs. By default whole arrays count, however they are split: inside of a `shard_map`, that is what
             all devices have.
 
     Returns:
-        A function of `fn`'s arguments, which returns a `BytesKept`.
+        A function of `fn`'s arguments that returns `BytesKept`. It runs nothing, so `jax.ShapeDtypeStruct`s can stand
+        in for arrays.
+
+    The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
+    argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
+    buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
+    again. (XLA may round them once, if it has room for the copy.)
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
