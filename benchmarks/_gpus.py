@@ -39,14 +39,19 @@ def plugin_is_here() -> bool:
     return find_spec("jax_cuda12_plugin") is not None
 
 
-def devices(number: int) -> np.ndarray:
-    """So many H200s, which can be compiled for. Nothing can be put on them. Without the plugin, the devices here."""
+def devices(number: int, nodes: int = 1) -> np.ndarray:
+    """So many H200s in so many nodes, which can be compiled for. Nothing can be put on them.
+
+    Without the plugin, the devices here.
+    """
     from jax.experimental import topologies
 
     if not plugin_is_here():
         return np.array(jax.devices()[:number])
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{number}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=H200, topology=f"1x{nodes}x{number // nodes}"
+    )
     return np.array(topology.devices)
 
 

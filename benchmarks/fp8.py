@@ -1,11 +1,12 @@
-"""How much faster is fp8 than bfloat16, in which matmuls, and in a training step of a large decoder?
+"""How much faster is fp8 than bfloat16, in which matmuls and convolutions, and in a training step of a large decoder?
 
-    python -m benchmarks.fp8 [--small] [--layers 8] [--repeats 3] [--matmuls | --step]
+    python -m benchmarks.fp8 [--small] [--layers 8] [--repeats 3] [--matmuls | --convolutions | --step]
 
 Matmuls: `x @ w` and its two gradients, of several sizes, each in fp8; from these comes `least_size` in
-`policies/fp8.toml`. The step: a decoder of width 4,096 and hidden width 14,336 on 16,384 tokens, with AdamW, under the
-policies `default` on bfloat16, `fp8`, and `fp8_delayed`. "fp8 matmuls" counts those in the compiled program. All sides
-are compiled without Triton's matmuls, among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
+`policies/fp8.toml`. Convolutions: the same, to see whether that table should name them. The step: a decoder of width
+4,096 and hidden width 14,336 on 16,384 tokens, with AdamW, under the policies `default` on bfloat16, `fp8`, and
+`fp8_delayed`. "fp8 matmuls" counts those in the compiled program. All sides are compiled without Triton's matmuls,
+among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
 """
 
 import functools
@@ -25,6 +26,7 @@ from ._timing import figures, race, seconds
 
 LOW, DELAYED = jnp.bfloat16, "fp8 delayed"
 MATMULS = ((16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 4096), (16384, 4096, 14336))
+CONVOLUTIONS = ((256, 56, 3, 128, 128), (256, 28, 3, 256, 256), (256, 14, 3, 512, 512), (256, 28, 1, 512, 2048))
 COLUMNS = (
     Column("", "what"),
     Column("side", "side"),
@@ -39,8 +41,9 @@ COLUMNS = (
 )
 NOTES = (
     "Ratio: how many times as fast as bfloat16. TFLOP/s: of the matmuls alone, over the whole time.",
-    "Matmuls: forward and both gradients, rounding and scales included. Error: that of the least exact of the three, on"
-    " some of its rows beside float64, relative to their norm.",
+    "Matmuls and convolutions: forward and both gradients, rounding and scales included. Error: that of the least exact"
+    " of the three, on some of its rows, images or channels beside float64, relative to their norm.",
+    "Convolutions: images, their size, window, channels.",
 )
 
 
@@ -111,17 +114,54 @@ def matmul(sizes: tuple[int, int, int], repeats: int) -> list[dict[str, Any]]:
     m, k, n = sizes
     x, ct = (jax.random.normal(jax.random.key(i), (m, size), LOW) for i, size in enumerate((k, n)))
     w = jax.random.normal(jax.random.key(2), (k, n)) / np.sqrt(k)
-    rules = {"bfloat16": jaxamp.use_compute_precision, "fp8": jaxamp.use_formats()}
-    policies = {side: dict(jaxamp.load_policy("default")) | {lax.dot_general_p: rule} for side, rule in rules.items()}
-
-    def both_ways(policy: Any, x: Any, w: Any, ct: Any) -> Any:
-        product = jaxamp.amp(jnp.matmul, compute_dtype=LOW, amp_policy=policy)
-        out, pull = jax.vjp(product, x, w)
-        return out, pull(ct.astype(out.dtype))
-
-    calls = {side: compiled(functools.partial(both_ways, policy), x, w, ct) for side, policy in policies.items()}
+    calls = both_ways(jnp.matmul, lax.dot_general_p, x, w, ct)
     rows = compare(f"matmul {m} x {k} x {n}", calls, lambda call: lambda: call(x, w, ct), 6.0 * m * k * n, repeats)
     return [row | {"error": error(calls[row["side"]](x, w, ct), x, w, ct)} for row in rows]
+
+
+def both_ways(product: Callable[[Any, Any], Any], primitive: Any, *args: Any) -> dict[str, Any]:
+    """A product of two arrays and its gradients, from these and a cotangent, in bfloat16 and in fp8, compiled."""
+
+    def run(policy: Any, x: Any, w: Any, ct: Any) -> Any:
+        out, pull = jax.vjp(jaxamp.amp(product, compute_dtype=LOW, amp_policy=policy), x, w)
+        return out, pull(ct.astype(out.dtype))
+
+    rules = {"bfloat16": jaxamp.use_compute_precision, "fp8": jaxamp.use_formats()}
+    policies = {side: dict(jaxamp.load_policy("default")) | {primitive: rule} for side, rule in rules.items()}
+    return {side: compiled(functools.partial(run, policy), *args) for side, policy in policies.items()}
+
+
+def convolved(x: Any, w: Any) -> Any:
+    return lax.conv_general_dilated(x.astype(w.dtype), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def convolution(sizes: tuple[int, int, int, int, int], repeats: int) -> list[dict[str, Any]]:
+    """A convolution of images and its gradients, by themselves."""
+    images, size, window, few, many = sizes
+    x, ct = (jax.random.normal(jax.random.key(i), (images, size, size, c), LOW) for i, c in enumerate((few, many)))
+    w = jax.random.normal(jax.random.key(2), (window, window, few, many)) / np.sqrt(window**2 * few)
+    calls = both_ways(convolved, lax.conv_general_dilated_p, x, w, ct)
+    what = f"convolution {images} x {size}\u00b2, {window}\u00b2, {few} to {many}"
+    flops = 6.0 * images * size**2 * window**2 * few * many
+    rows = compare(what, calls, lambda call: lambda: call(x, w, ct), flops, repeats)
+    return [row | {"error": error_of_convolution(calls[row["side"]](x, w, ct), x, w, ct)} for row in rows]
+
+
+def error_of_convolution(found: Any, x: Any, w: Any, ct: Any) -> float:
+    """The same for a convolution: the first images, and of the weight's gradient the first channels."""
+    out, (dx, dw) = found
+    some, channels = slice(2), slice(4)
+    with jax.enable_x64(True):
+        x, w, ct = (a.astype(jnp.float64) for a in (x, w, ct))
+        exact, pull = jax.vjp(convolved, x[some], w)
+        _, pull_all = jax.vjp(convolved, x[..., channels], w[:, :, channels])
+        pairs = [(out[some], exact), (dx[some], pull(ct[some])[0]), (dw[:, :, channels], pull_all(ct)[1])]
+        return max(map(relative, pairs))
+
+
+def relative(pair: tuple[Any, Any]) -> float:
+    found, exact = pair
+    return float(jnp.linalg.norm((found.astype(jnp.float64) - exact).ravel()) / jnp.linalg.norm(exact.ravel()))
 
 
 def error(found: Any, x: Any, w: Any, ct: Any) -> float:
@@ -131,7 +171,7 @@ def error(found: Any, x: Any, w: Any, ct: Any) -> float:
         x, w, ct = (a.astype(jnp.float64) for a in (x, w, ct))
         some = slice(64)
         pairs = [(out[some], x[some] @ w), (dx[some], ct[some] @ w.T), (dw[some], x[:, some].T @ ct)]
-        return max(float(jnp.linalg.norm(a.astype(jnp.float64) - b) / jnp.linalg.norm(b)) for a, b in pairs)
+        return max(map(relative, pairs))
 
 
 def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
@@ -175,18 +215,23 @@ def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    asked = parser(__doc__, "a tiny matmul and a tiny decoder")
+    asked = parser(__doc__, "a tiny matmul, a tiny convolution and a tiny decoder")
     asked.add_argument("--layers", type=int, default=8)
     asked.add_argument("--repeats", type=int, default=3)
     asked.add_argument("--matmuls", action="store_true", help="the matmuls alone")
+    asked.add_argument("--convolutions", action="store_true", help="the convolutions alone")
     asked.add_argument("--step", action="store_true", help="the step alone")
     options = asked.parse_args()
+    wanted = {name for name in ("matmuls", "convolutions", "step") if getattr(options, name)}
+    has = lambda name: name in wanted or not wanted
     rows: list[dict[str, Any]] = []
-    if not options.step:
-        for sizes in ((32, 64, 32),) if options.small else MATMULS:
-            rows += matmul(sizes, options.repeats)
-            save("fp8", rows, NOTES, options.json)
-    if not options.matmuls:
+    for sizes in ((32, 64, 32),) if options.small else MATMULS:
+        rows += matmul(sizes, options.repeats) if has("matmuls") else []
+        save("fp8", rows, NOTES, options.json)
+    for shape in ((2, 8, 3, 16, 16),) if options.small else CONVOLUTIONS:
+        rows += convolution(shape, options.repeats) if has("convolutions") else []
+        save("fp8", rows, NOTES, options.json)
+    if has("step"):
         rows += step(SmallSizes if options.small else Sizes, 1 if options.small else options.layers, options.repeats)
     publish("fp8", COLUMNS, rows, NOTES, options.json)
 

@@ -29,7 +29,7 @@ TABLES = {  # the keys that the rows of a table share, and the name of the table
     "memory": (("network", "layers"), "{network}, layers {layers}"),
     "growth": (("growing",), "growing {growing}"),
     "matmul": (("x", "w"), "({x}) @ ({w})"),
-    "communication": (("model", "devices"), "{model}, {devices} devices"),
+    "communication": (("model", "devices", "layout"), "{model}, {devices} devices, {layout}"),
     "optimizer": (("tree", "grads"), "{tree}, {grads} gradients"),
 }
 

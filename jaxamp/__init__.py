@@ -36,6 +36,7 @@ from ._transform.delayed import init_scales as init_scales
 from ._transform.delayed import with_scales as with_scales
 from ._transform.delayed_scales import DelayedScales as DelayedScales
 from ._transform.loss_scaling import MissingScalerWarning as MissingScalerWarning
+from ._transform.quantize_once import quantize_once as quantize_once
 from ._tree import all_finite as all_finite
 from ._tree import cast_floating as cast_floating
 from ._tree import cast_floating_like as cast_floating_like
@@ -89,6 +90,7 @@ __all__ = [
     "mpx",
     "optim",
     "presets",
+    "quantize_once",
     "register_higher_order",
     "scaler_metrics",
     "tree_where",

@@ -199,6 +199,11 @@ def without_consts(closed: Jaxpr) -> tuple[Jaxpr, list[Any]]:
     return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts
 
 
+def is_saved(answer: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` says that a value is kept, be it on another device: a bool or an enum."""
+    return answer if isinstance(answer, bool) else type(answer).__name__ != "RecomputeType"
+
+
 def without_dead_code(closed: Jaxpr) -> Jaxpr:
     """A closed jaxpr without the equations that its results don't need."""
     body = open_jaxpr(closed)
@@ -222,6 +227,18 @@ def more_scanned(params: dict[str, Any], count: int) -> dict[str, Any]:
 
     consts, carry, scanned = map(len, params["ft_in"].unpack())
     return {**params, "ft_in": flattree.pack(tuple(map(flattree.nones, (consts, carry, scanned + count))))}
+
+
+def more_constants(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a `scan` or a `while` whose body takes more constants, after those that it has."""
+    if "body_nconsts" in params:
+        return {**params, "body_nconsts": params["body_nconsts"] + count}
+    if "ft_in" not in params:
+        return {**params, "num_consts": params["num_consts"] + count}
+    from jax._src import flattree  # type: ignore[attr-defined,unused-ignore]  # 0.11 and newer
+
+    consts, carry, scanned = map(len, params["ft_in"].unpack())
+    return {**params, "ft_in": flattree.pack(tuple(map(flattree.nones, (consts + count, carry, scanned))))}
 
 
 def more_jitted(params: dict[str, Any], count: int) -> dict[str, Any]:

@@ -243,6 +243,33 @@ def main():
             "fp8": about({**jaxamp.load_policy("default"), jax.lax.dot_general_p: rule}),
         }
 
+    def quantized_in_loops():
+        """How many times a weight is rounded to fp8 inside of the loops of three programs."""
+        policy = {**jaxamp.load_policy("default"), jax.lax.dot_general_p: jaxamp.use_formats()}
+        amp = functools.partial(jaxamp.amp, amp_policy=policy)
+        loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+        steps = lambda w, xs: jax.lax.scan(lambda total, x: (total + loss(w, x), None), 0.0, xs)[0]
+
+        def accumulated(w, xs):
+            add = lambda total, x: (total + jax.grad(amp(loss))(w, x), None)
+            return jax.lax.scan(add, jnp.zeros_like(w), xs)[0]
+
+        def inside(fn):
+            shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=one) for s in ((512, 512), (4, 384, 512))]
+            text = compiled(fn, *shapes, donate=()).as_text()
+            parts = re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text)
+            named = {re.match(r"(?:ENTRY )?%([\w.-]+)", part)[1]: part for part in parts[1:]}
+            found, todo = set(), re.findall(r"body=%([\w.-]+)", text)
+            while todo:
+                name = todo.pop()
+                if name not in found:
+                    found.add(name)
+                    todo += re.findall(r"(?:calls|to_apply)=%([\w.-]+)", named[name])
+            return sum(len(re.findall(r"= f8e4m3fn\[512,512\]\S* convert\(", named[name])) for name in found)
+
+        programs = {"amp": jax.grad(amp(steps)), "around": accumulated, "once": jaxamp.quantize_once(accumulated)}
+        return {name: inside(fn) for name, fn in programs.items()}
+
     def turned():
         """The dtypes of what XLA turns for the fp8 matmuls of a gradient, with cuBLAS's kernels."""
         policy = {**jaxamp.load_policy("default"), jax.lax.dot_general_p: jaxamp.use_formats()}
@@ -286,7 +313,9 @@ def main():
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
         transform = lambda fn: fn
-        if asked is not None:
+        if asked is not None and asked.get("cast"):
+            transform = lambda fn: lambda *args: fn(*jaxamp.cast_floating(args, jnp.bfloat16))
+        elif asked is not None:
             rules = {jax.lax.dot_general_p: jaxamp.use_formats()} if asked.pop("fp8", False) else {}
             words = {jaxamp.COMMUNICATION: jaxamp.Communication(**asked)}
             policy = {**jaxamp.load_policy("default"), **words, **rules}
@@ -308,6 +337,7 @@ def main():
         "laplacian": laplacian,
         "sharded": sharded,
         "fp8": fp8,
+        "quantized in loops": quantized_in_loops,
         "turned": turned,
     }
     answers = [answered[name](*rest) for name, *rest in json.load(sys.stdin)]

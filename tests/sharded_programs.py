@@ -22,13 +22,16 @@ class Sharded(NamedTuple):
     mesh: Mesh
     weights: list[tuple[tuple[int, ...], PartitionSpec]]
     batch: tuple[tuple[int, ...], PartitionSpec]
+    inside: Callable[[Callable[..., Any]], Callable[[Any, Any], Any]] | None = None  # transform -> gradient
 
     def specs(self) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
         shaped = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh, spec))
         return [shaped(*weight) for weight in self.weights], shaped(*self.batch)
 
     def gradient(self, transform: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        """Gradients by the weights, split as these."""
+        """Gradients by the weights, split as these; of the transformed loss, or inside of what is transformed."""
+        if self.inside is not None:
+            return self.inside(transform)
         shardings = [NamedSharding(self.mesh, spec) for _, spec in self.weights]
 
         def gradient(weights: Any, batch: Any) -> Any:
@@ -144,6 +147,64 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
         gather = jax.jit(gathered)
         return on_mesh(layers(gather), count=2)
 
+    def with_rules(gather: Any, scatter: Any, saves: bool) -> Callable[[Any, Any], Any]:
+        """Layers with a user's rules; `saves`: whether the whole weight is saved for the backward rule."""
+
+        @jax.custom_vjp
+        def dense(x: Any, w: Any) -> Any:
+            return x @ gather(w)
+
+        def forward(x: Any, w: Any) -> Any:
+            whole = gather(w)
+            return x @ whole, (x, whole if saves else w)
+
+        def backward(saved: Any, ct: Any) -> Any:
+            x, w = saved
+            return ct @ (w if saves else gather(w)).T, scatter(x.T @ ct)
+
+        dense.defvjp(forward, backward)
+
+        def loss(weights: Any, x: Any) -> Any:
+            for w in weights:
+                x = jnp.tanh(dense(x, w))
+            return jnp.mean(x**2)
+
+        return loss
+
+    scattered = lambda dw: lax.psum_scatter(dw, "d", tiled=True)
+
+    def rules(saves: bool) -> Sharded:
+        return on_mesh(mapped(with_rules(all_gathered, scattered, saves)), count=3)
+
+    def rules_with_constraints() -> Sharded:
+        scatter = lambda dw: lax.with_sharding_constraint(dw, NamedSharding(mesh, split))
+        return on_mesh(with_rules(gathered, scatter, True), count=3)
+
+    def averaged(is_outside: bool) -> Sharded:
+        """Weights are everywhere. `is_outside`: the shard_map is part of what is transformed."""
+        local = lambda weights, x: lax.pmean(jax.grad(layers(lambda w: w))(weights, x), "d")
+        over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=False)
+        inside = (
+            (lambda transform: transform(over(local))) if is_outside else (lambda transform: over(transform(local)))
+        )
+        return Sharded(layers(lambda w: w), mesh, [(square, P())] * 3, batch, inside)
+
+    def averaged_and_gathered() -> Sharded:
+        """Weights are split over "t" and gathered; gradients are averaged over both axes."""
+        both = Mesh(devices.reshape(-1, 2), ("d", "t"))
+
+        def local(weights: Any, x: Any) -> Any:
+            grads = jax.grad(layers(lambda w: lax.all_gather(w, "t", tiled=True)))(weights, x)
+            return [lax.pmean(g, "d") / 2.0 for g in grads]
+
+        specs = P("t"), P(("d", "t"))
+        over = functools.partial(jax.shard_map, mesh=both, in_specs=specs, out_specs=P("t"), check_vma=False)
+        size, _ = batch
+        return Sharded(layers(lambda w: w), both, [(square, P("t"))] * 3, (size, specs[1]), lambda t: over(t(local)))
+
+    def left_to_xla() -> Sharded:
+        return on_mesh(layers(lambda w: w), count=3)
+
     def wide_reader() -> Sharded:
         def loss(weights: Any, x: Any) -> Any:
             w = gathered(weights[0])
@@ -165,6 +226,13 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
         "heads": heads,
         "gathered by a function": gathered_by_a_function,
         "wide reader": wide_reader,
+        "rules": functools.partial(rules, True),
+        "rules that both gather": functools.partial(rules, False),
+        "rules with constraints": rules_with_constraints,
+        "averaged": functools.partial(averaged, False),
+        "averaged in all": functools.partial(averaged, True),
+        "averaged and gathered": averaged_and_gathered,
+        "left to XLA": left_to_xla,
     }
 
 
@@ -183,3 +251,6 @@ NAMES = (
     "gathered by a function",
     "wide reader",
 )
+RULES = ("rules", "rules that both gather", "rules with constraints")  # they gather in a `custom_vjp`
+AVERAGED = ("averaged", "averaged in all", "averaged and gathered")  # `pmean` of gradients, in what is transformed
+LEFT = "left to XLA"

@@ -17,6 +17,7 @@ import numpy as np
 from .._compat import Jaxpr
 from .._errors import summary
 from .._plan.residuals import Keep
+from .._policy.quantization import formats_of
 from .._scaling.state import DynamicScalerState, check_state
 from .._transform.amp import plan_call
 from .._transform.call import split_call
@@ -129,6 +130,7 @@ def compare(
             tuple(notes),
             trails.found,
             pullbacks.error,
+            formats_of(options.policy),
         )
 
     return compared

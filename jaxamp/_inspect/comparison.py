@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._number_formats.number_format import NumberFormat
 from .._table import WIDTH, Column, table
 from .location import Source
 from .ranges import Range
@@ -81,18 +82,40 @@ class Magnified(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. Each list has the largest error first."""
+    """What `compare` found. Each list has the largest error first.
+
+    Attributes:
+        name: Of the function.
+        compute_dtype: The name of the low dtype.
+        reference: The dtype of the run that it is compared with.
+        results: Errors of the function's results.
+        gradients: Errors of the gradients.
+        operations: Errors of single operations.
+        ranges: By scope, and of the gradients together: which powers of two the values of the reference have.
+        notes: What could not be compared, and why.
+        magnified: Where the rounding of a low matmul grows.
+        backward_error: What was raised when the backward pass was traced.
+        formats: The number formats that the policy's rules round to.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> w, x = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
+    >>> comparison = jaxamp.compare(lambda w, x: jnp.sum(jnp.tanh(x @ w)))(w, x)
+    >>> comparison.scopes[0].name, comparison.to_dict()["reference"]
+    ('dot_general', 'float32')
+    >>> comparison.plot("ranges.pdf")  # doctest: +SKIP
+    """
 
     name: str
     compute_dtype: str
-    reference: str  # the dtype of the run that is compared with
+    reference: str
     results: tuple[Compared, ...]
     gradients: tuple[Compared, ...]
     operations: tuple[Compared, ...]
-    ranges: dict[str, Range]  # by scope, and of GRADIENTS: which powers of two the values of the reference have
+    ranges: dict[str, Range]
     notes: tuple[str, ...]
-    magnified: tuple[Magnified, ...] = ()  # where the rounding of a low matmul grows
-    backward_error: str | None = None  # what was raised when the backward pass was traced
+    magnified: tuple[Magnified, ...] = ()
+    backward_error: str | None = None
+    formats: tuple[NumberFormat, ...] = ()
 
     @property
     def scopes(self) -> tuple[Compared, ...]:
@@ -103,7 +126,11 @@ class Comparison:
         return tuple(worst.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole comparison, ready for JSON; infs and NaNs are None."""
+        """Put the whole comparison in a form that is ready for JSON.
+
+        Returns:
+            A dictionary of the attributes, with None for infs and NaNs.
+        """
 
         def plain(row: Compared) -> dict[str, Any]:
             error = row.error._asdict() | {"snr_db": row.error.snr_db}
@@ -117,7 +144,8 @@ class Comparison:
             case._asdict() | {"source": _plain(case.source), "matmul_source": _plain(case.matmul_source)}
             for case in self.magnified
         ]
-        return head | lists | {"magnified": magnified, "ranges": ranges, "notes": list(self.notes)}
+        formats = list(map(str, self.formats))
+        return head | lists | {"magnified": magnified, "ranges": ranges, "formats": formats, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         lines = [f"{self.name} in {self.compute_dtype} against {self.reference}"]
@@ -131,13 +159,18 @@ class Comparison:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def plot(self, path: Any = None, *, formats: Any = ()) -> Any:
-        """Draw the ranges of the values by scope, below those of float16, bfloat16 and both float8 formats.
+        """Draw the ranges of the values by scope, below those of number formats.
 
-        Needs matplotlib. Returns the figure; `figure.savefig("ranges.pdf")` saves it for a paper.
+        These are float16, bfloat16, both float8 formats, and those of the policy.
+
+        Needs matplotlib.
 
         Args:
-            path: Where to save the picture. Its ending says how: `.png`, `.pdf`, `.svg`.
+            path: Where to save the picture. Its ending says how: `.png`, `.pdf`, `.svg`. By default it isn't saved.
             formats: Other number formats to draw: what `jaxamp.format` makes or takes, one or several.
+
+        Returns:
+            The figure.
         """
         from .plots import draw_ranges
 

@@ -31,6 +31,10 @@ def compiled_matmuls(compiled: Any) -> list[CompiledMatmul]:
     Args:
         compiled: The result of `jax.jit(fn).lower(...).compile()`, or its text.
 
+    Returns:
+        A list of rows, each with `op` (`dot`, `convolution` or the target of a library call), `operands` (the dtypes of
+        the first two) and `scope`.
+
     On a CPU, XLA multiplies in float32 for most kinds of low-precision matmuls.
 
     >>> import jax, jax.numpy as jnp

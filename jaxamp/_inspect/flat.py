@@ -39,6 +39,11 @@ class Piece(NamedTuple):
     last: tuple[int, ...]  # the values that nothing reads after it
     key: Hashable  # the same for pieces that do the same
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is one operation that can't be compiled with others."""
+        return _is_alone(self.operations[0])
+
 
 class Flat(NamedTuple):
     """A jaxpr, flattened."""
@@ -179,7 +184,7 @@ def _wiring(operations: Sequence[Operation], reads: list[int]) -> tuple[Any, ...
 def _cuts(operations: list[Operation], kinds: Repeats) -> list[tuple[int, int, tuple[int, ...]]]:
     """The bounds of the pieces, and the kinds of their operations."""
     numbers = [kinds.of(operation.eqn) for operation in operations]
-    alone = [operation.is_entered or bool(operation.eqn.effects) for operation in operations]
+    alone = list(map(_is_alone, operations))
     sizes = [sum(_bytes(v.aval) for v in operation.eqn.outvars) for operation in operations]
     found, start = [], 0
     while start < len(operations):
@@ -199,6 +204,10 @@ def _cuts(operations: list[Operation], kinds: Repeats) -> list[tuple[int, int, t
         found.append((start, stop, piece))
         start = stop
     return found
+
+
+def _is_alone(operation: Operation) -> bool:
+    return operation.is_entered or bool(operation.eqn.effects)
 
 
 def _bytes(aval: Any) -> int:

@@ -31,13 +31,14 @@ def all_finite(x: Any) -> bool:
     return bool(np.isfinite(x).all())
 
 
-def has_zero(x: Any) -> bool:
+def zeros_in(x: Any) -> int:
+    """How many entries are zero."""
     x = near(x)
     if not is_near(x):
-        return bool(_has_zero(x))
+        return int(_zeros_in(x))
     if np.asarray(x).dtype == np.float16:
-        return not (np.asarray(x).view(np.uint16) & _ALL_BUT_SIGN).all()
-    return not np.asarray(x).all()
+        x = np.asarray(x).view(np.uint16) & _ALL_BUT_SIGN
+    return np.size(x) - int(np.count_nonzero(x))
 
 
 def has_nan(x: Any) -> bool:
@@ -62,8 +63,8 @@ def _all_finite(x: Any) -> jax.Array:
 
 
 @jax.jit
-def _has_zero(x: Any) -> jax.Array:
-    return (x == 0).any()
+def _zeros_in(x: Any) -> jax.Array:
+    return jnp.sum(x == 0)
 
 
 @jax.jit

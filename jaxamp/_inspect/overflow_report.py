@@ -97,29 +97,51 @@ def _spread_in_words(consequences: tuple[Event, ...], passed_on: int) -> str:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """What `find_overflow` found, in the order in which operations run. True if it found anything."""
+    """What `find_overflow` found, in the order in which operations run. True if it found anything.
+
+    Attributes:
+        name: Of the function.
+        compute_dtype: The name of the low dtype.
+        scale: The scale of the backward pass, if a scaler was given.
+        finite: Whether all results and gradients are finite.
+        events: Overflows and invalid operations, each a cause.
+        underflows: Operations that flush small numbers to zero, the largest share first.
+        clamped: Operations that read clamped numbers.
+        notes: What else is worth knowing.
+        consequences: Operations that made NaNs of infs that an earlier one has made.
+        passed_on: How many operations only passed infs and NaNs on that an earlier one has made.
+
+    >>> import jax.numpy as jnp, jaxamp
+    >>> report = jaxamp.find_overflow(lambda w: jnp.sum(jnp.exp(w)))(jnp.array([1.0, 100.0]))
+    >>> report.finite, report.first.primitive, len(report.to_dict()["events"])
+    (False, 'exp', 1)
+    """
 
     name: str
     compute_dtype: str
-    scale: float | None  # of the backward pass, if a scaler was given
-    finite: bool  # whether all results and gradients are finite
-    events: tuple[Event, ...]  # overflows and invalid operations, each a cause
-    underflows: tuple[Event, ...]  # the largest share first
+    scale: float | None
+    finite: bool
+    events: tuple[Event, ...]
+    underflows: tuple[Event, ...]
     clamped: tuple[Event, ...]
     notes: tuple[str, ...]
-    consequences: tuple[Event, ...] = ()  # operations that made NaNs of infs that an earlier one has made
-    passed_on: int = 0  # how many operations only passed infs and NaNs on that an earlier one has made
+    consequences: tuple[Event, ...] = ()
+    passed_on: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.events or self.underflows or self.clamped)
 
     @property
     def first(self) -> Event | None:
-        """The first operation that made an inf or a NaN."""
+        """The first operation that made an inf or a NaN; None if there is none."""
         return self.events[0] if self.events else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report, ready for JSON."""
+        """Put the whole report in a form that is ready for JSON.
+
+        Returns:
+            A dictionary of the attributes.
+        """
 
         def plain(event: Event) -> dict[str, Any]:
             source = None if event.source is None else event.source._asdict()

@@ -1,6 +1,8 @@
-"""Compiles pieces of programs, each once for all places that do the same."""
+"""Compiles pieces of programs, each once for all places that do the same, and several at a time."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +18,23 @@ class Compiled:
     def __init__(self) -> None:
         self.kinds = Repeats()
         self._functions: dict[Any, tuple[Any, Callable[..., Any]]] = {}
+
+    def prepare(self, pieces: Sequence[Piece], values: Iterable[Any]) -> None:
+        """Begin to compile the pieces of a program that will run on `values`, on all cores.
+
+        Nothing is prepared for values that are not on the default device: how their results are split is not known yet.
+        """
+        new = {(piece.key, id(None)): piece for piece in pieces if not piece.is_alone}
+        new = {key: piece for key, piece in new.items() if key not in self._functions}
+        if len(new) < 2 or not all(map(_is_on_default_device, values)):
+            return
+        pool = ThreadPoolExecutor(os.cpu_count())
+        for key, piece in new.items():
+            types = _types(piece)
+            if types is not None:
+                lowered = compiled_fast(run_piece(piece)).lower(*types)
+                self._functions[key] = None, _Later(pool.submit(lowered.compile))
+        pool.shutdown(wait=False)
 
     def run(self, piece: Piece, mapped: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """What a piece returns. `mapped`: the `shard_map` that it is in, if any."""
@@ -34,6 +53,30 @@ class Compiled:
         return self._functions[key][1]
 
 
+class _Later:
+    """A function that is being compiled."""
+
+    def __init__(self, future: Any):
+        self._future = future
+
+    def __call__(self, *operands: Any) -> Any:
+        return self._future.result()(*operands)
+
+
+def _types(piece: Piece) -> list[Any] | None:
+    """The types of what a piece reads; None if some are not arrays."""
+    pairs = [pair for op in piece.operations for pair in zip(op.operands, op.eqn.invars, strict=True)]
+    avals = {x: v.aval for x, v in pairs if isinstance(x, int)}
+    found = [avals[x] for x in piece.reads]
+    if not all(isinstance(aval, jax.core.ShapedArray) for aval in found):
+        return None
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in found]
+
+
+def _is_on_default_device(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.devices() == jax.numpy.zeros(()).devices()
+
+
 def run_piece(piece: Piece) -> Callable[..., list[Any]]:
     """A piece as a function of the values that it reads."""
 
@@ -48,7 +91,7 @@ def run_piece(piece: Piece) -> Callable[..., list[Any]]:
     return run
 
 
-def compiled_fast(fun: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_fast(fun: Callable[..., Any]) -> Any:
     """A function that runs once or a few times: each result is rounded to its dtype, and little time is spent on speed.
 
     Without the first option, XLA may leave out a cast to a low dtype and back, and an overflow with it.

@@ -126,6 +126,9 @@ class HasRanges(Protocol):
     @property
     def ranges(self) -> Mapping[str, Range]: ...
 
+    @property
+    def formats(self) -> tuple[NumberFormat, ...]: ...
+
 
 def draw_ranges(comparison: HasRanges, path: Any = None, formats: Any = ()) -> Any:
     """Draw which powers of two the values of each scope have, below the ranges of number formats."""
@@ -134,6 +137,8 @@ def draw_ranges(comparison: HasRanges, path: Any = None, formats: Any = ()) -> A
 
     formats = [formats] if isinstance(formats, str | NumberFormat) or not isinstance(formats, Iterable) else formats
     all_formats = {title: number_format(name) for title, name in _FORMATS.items()}
+    known = set(all_formats.values())
+    all_formats |= {_title(each): each for each in comparison.formats if each not in known}
     all_formats |= {_title(each): number_format(each) for each in formats}
     lines = _ranges_by_scope(comparison.ranges)
     low, high = _limits([found for _, found in lines], all_formats.values())

@@ -18,7 +18,7 @@ from .._jaxpr import bind
 from .._plan.higher_order import higher_order
 from .._traits import shown_name, traits_of
 from .location import Place
-from .numbers import all_finite, has_nan, has_zero, largest, near
+from .numbers import all_finite, has_nan, largest, near, zeros_in
 from .overflow_report import Event
 from .pieces import Compiled
 from .program import Program
@@ -52,9 +52,10 @@ class Probe:
                 out = near(outs[k])
                 if not all_finite(out):
                     spoiled |= self._look_at_infinite(eqn, k, place, [near(x) for x in ins], out)
-                elif out.dtype.itemsize <= 2 and has_zero(out):
-                    # Forwards, small probabilities and gates are zero in any network.
-                    share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
+                    continue
+                # Forwards, small probabilities and gates are zero in any network.
+                share = self._underflow if place.phase == "backward" else max(self._underflow, 0.5)
+                if out.dtype.itemsize <= 2 and zeros_in(out) > share * out.size:
                     lost = self._flushed(eqn, k, place, [near(x) for x in ins], out)
                     if lost is not None:
                         self._add("underflow", eqn.primitive, place, ins, out.dtype, lost, more_than=share)

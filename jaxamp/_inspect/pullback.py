@@ -22,8 +22,27 @@ class Pullback(NamedTuple):
 
     forward: Jaxpr
     jaxpr: Jaxpr
-    kept: int  # bytes that are made in the forward pass and read in the backward pass
     results: int  # how many results come before the residuals
+
+    @property
+    def made(self) -> dict[int, Any]:
+        """Types of what is made in the forward pass and read in the backward pass, by places among its results.
+
+        Arguments and constants are there anyway, and a value counts once.
+        """
+        jaxpr = open_jaxpr(self.forward)
+        known = {*jaxpr.invars, *jaxpr.constvars}
+        found: dict[int, Any] = {}
+        for place, v in enumerate(jaxpr.outvars[self.results :], self.results):
+            if not isinstance(v, Literal) and v not in known:
+                found[place] = v.aval
+                known.add(v)
+        return found
+
+    @property
+    def kept(self) -> int:
+        """The bytes of all that."""
+        return sum(aval.size * aval.dtype.itemsize for aval in self.made.values())
 
     def seeds(self, outs: Sequence[Any], scale: float) -> list[Any]:
         """The cotangent that a backward pass starts with, in a list."""
@@ -55,12 +74,4 @@ def pullback_of(jaxpr: Jaxpr, differentiated: Sequence[int]) -> Pullback:
     outs = open_jaxpr(jaxpr).outvars
     kept = closed.out_avals[len(outs) :]
     back = jax.make_jaxpr(backward)(kept, [outs[i].aval.to_tangent_aval() for i in results])
-    return Pullback(closed, back, _bytes_made(closed, len(outs)), len(outs))
-
-
-def _bytes_made(closed: Jaxpr, first: int) -> int:
-    """The bytes of all results but the first ones that are made here: arguments and constants are there anyway."""
-    jaxpr = open_jaxpr(closed)
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    made = {v for v in jaxpr.outvars[first:] if not isinstance(v, Literal) and v not in given}
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
+    return Pullback(closed, back, len(outs))

@@ -56,6 +56,9 @@ def text_of(reason: Reason) -> str:
             return "literal {:g} is beyond {}".format(*reason.detail)
         case Why.READ_BY_SOLVE:
             return text_of(reason.detail) + "; a decomposition or a solve reads it"
+        case Why.REPLACED:
+            decided, remark = reason.detail
+            return f"{text_of(decided)}; {remark}"
         case Why.INSIDE:
             name, around = reason.detail
             return f"inside of {name}: {text_of(around)}"

@@ -29,18 +29,49 @@ from .unmatched import steps_of, unmatched
 class AmpReport(ReportData):
     """What `amp` does to one call of a function: rows, totals, and ways to show and check them.
 
-    `rows` are the operations in the order in which they run. `print(report)` shows a table, grouped by scope.
+    `print(report)` shows a table, grouped by scope.
+
+    Attributes:
+        name: Of the function.
+        compute_dtype: The name of the low dtype.
+        rows: The operations, in the order in which they run.
+        kept: Bytes kept for the backward pass, in float32 and under amp; None without a backward pass.
+        unmatched: Keys of the policy that matched no operation.
+        notes: What could not be reported, and why.
+        backward_error: What was raised when the backward pass was traced.
+        collectives: Those of a compiled program, if one was given.
+
+    >>> import jax.numpy as jnp
+    >>> report = amp_report(lambda w, x: jnp.sum(x @ w), compute_dtype=jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    >>> report.check(max_casts=10)
+    >>> print(report.text(limit=10).splitlines()[0])
+    amp report of <lambda>, compute dtype bfloat16
+    >>> report.cast_count, report.kept.after
+    (3, 0)
+    >>> report.save("report.html")  # doctest: +SKIP
     """
 
     def __str__(self) -> str:
         return self.text(colour=is_colourful())
 
     def text(self, *, limit: int | None = 40, colour: bool = False) -> str:
-        """A table of at most `limit` lines (None: all), grouped by scope, worst scope first, within 100 columns."""
+        """Make a table, grouped by scope, the worst scope first, within 100 columns.
+
+        Args:
+            limit: The most lines to show; None shows all.
+            colour: Whether to colour it, for a terminal.
+
+        Returns:
+            The text.
+        """
         return render(self, limit=limit, colour=colour)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one HTML page that works offline: a map of scopes, and a table to sort and filter."""
+        """Write the report as one HTML page that works offline: a map of scopes, and a table to sort and filter.
+
+        Args:
+            path: Where to write it.
+        """
         Path(path).write_text(page_of(self), encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -73,9 +104,13 @@ class AmpReport(ReportData):
             raise AssertionError(list_problems(self.name, found))
 
     def plot(self, path: Any = None) -> Any:
-        """Draw the FLOPs of matmuls by scope and dtype, and save the picture if a path is given.
+        """Draw the FLOPs of matmuls by scope and dtype. Needs matplotlib.
 
-        Needs matplotlib. Returns the figure.
+        Args:
+            path: Where to save the picture. Its ending says how: `.png`, `.pdf`, `.svg`. By default it isn't saved.
+
+        Returns:
+            The figure.
         """
         from .plots import draw_flops
 
@@ -173,6 +208,12 @@ def assert_mixed(
     """Assert in your tests that the matmuls of `amp(fn)` run in low precision.
 
     Short for `amp_report(fn, **amp_options)(*args).check(...)`.
+
+    Args:
+        fn: The function that you would pass to `amp`.
+        args: A tuple of its arguments, or of `jax.ShapeDtypeStruct`s in their place.
+        low, max_casts, max_cast_bytes, allow_unmatched, compiled: As for `AmpReport.check`.
+        **amp_options: As for `amp_report`.
 
     >>> import jax.numpy as jnp, jaxamp
     >>> assert_mixed(lambda w, x: jnp.sum(x @ w), (jnp.ones((8, 8)), jnp.ones((8, 8))), compute_dtype=jnp.bfloat16)

@@ -32,16 +32,16 @@ ROW_KEYS = (
 
 @dataclass(frozen=True)
 class ReportData:
-    """What `amp` does to one call of a function."""
+    """What `amp` does to one call of a function. `AmpReport` says what the fields are."""
 
-    name: str  # of the function
+    name: str
     compute_dtype: str
-    rows: tuple[Row, ...]  # in the order in which operations run
-    kept: BytesKept | None  # for the backward pass, in float32 and under amp
-    unmatched: tuple[str, ...]  # keys of the policy that matched no operation
-    notes: tuple[str, ...]  # what could not be reported, and why
-    backward_error: str | None = None  # what was raised when the backward pass was traced
-    collectives: tuple[CompiledCollective, ...] = ()  # of a compiled program, if one was given
+    rows: tuple[Row, ...]
+    kept: BytesKept | None
+    unmatched: tuple[str, ...]
+    notes: tuple[str, ...]
+    backward_error: str | None = None
+    collectives: tuple[CompiledCollective, ...] = ()
 
     @functools.cached_property
     def matmuls(self) -> tuple[Row, ...]:
@@ -71,7 +71,14 @@ class ReportData:
         return dict(found.most_common())
 
     def is_low(self, row: Row) -> bool:
-        """Whether a matmul multiplies in the compute dtype, or in a format that a rule of the policy asks for."""
+        """Whether a matmul multiplies in the compute dtype, or in a format that a rule of the policy asks for.
+
+        Args:
+            row: One of `matmuls`.
+
+        Returns:
+            True or False.
+        """
         return bool(row.format) or row.multiplied == self.compute_dtype
 
     @functools.cached_property
@@ -81,6 +88,7 @@ class ReportData:
 
     @property
     def cast_count(self) -> int:
+        """How often casts run, those in loops once a round."""
         return sum(row.times for row in self.casts)
 
     @property
@@ -115,7 +123,11 @@ class ReportData:
         return 16 if jnp.dtype(self.compute_dtype).itemsize == 1 else 8
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole report, ready for JSON."""
+        """Put the whole report in a form that is ready for JSON.
+
+        Returns:
+            A dictionary of `totals`, `rows`, `collectives` and `notes`.
+        """
         return {
             "name": self.name,
             "compute_dtype": self.compute_dtype,

@@ -16,10 +16,17 @@ from .._transform.options import Options, PolicyLike, check_function, check_opti
 def unmatched_keys(
     fn: Callable[..., Any], *, compute_dtype: Any = "auto", amp_policy: PolicyLike = "default"
 ) -> Callable[..., list[Key]]:
-    """The keys of a policy that matched no operation of `fn`, as a function of `fn`'s arguments.
+    """Find the keys of a policy that match no operation of `fn`.
 
-    This finds a scope's name that is misspelt, or that a library has changed. Keys that come with a preset are left
-    out. Nothing is computed, and a `jax.ShapeDtypeStruct` will do for an array.
+    Such as a scope's name that is misspelt, or that a library has changed. Keys that come with a preset are left out.
+
+    Args:
+        fn: The function that you would pass to `amp`.
+        compute_dtype, amp_policy: As for `amp`.
+
+    Returns:
+        A function of `fn`'s arguments that returns the list of keys. It only traces, so `jax.ShapeDtypeStruct`s can
+        stand in for arrays.
 
     >>> import jax.numpy as jnp, jaxamp
     >>> policy = jaxamp.default_amp_policy | {"atention": jaxamp.use_original_precision}

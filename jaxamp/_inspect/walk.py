@@ -67,6 +67,8 @@ class Walker:
         flat = self._flat.get(jaxpr, static, lambda: self._flatten(jaxpr, place))
         first, self._runs = self._runs + 1, self._runs + 1 + flat.calls
         run = _Run(flat, operands, place, first, self._marked)
+        if place.mapped is None:
+            self._compiled.prepare(flat.pieces, run.env.values())
         for piece in flat.pieces:
             with _outside(place.mapped):
                 self._run_piece(piece, run)
@@ -75,9 +77,8 @@ class Walker:
         return run.results(self._marked)
 
     def _run_piece(self, piece: Piece, run: "_Run") -> None:
-        operation = piece.operations[0]
-        if operation.is_entered or operation.eqn.effects:
-            self._run_alone(operation, run)
+        if piece.is_alone:
+            self._run_alone(piece.operations[0], run)
             return
         results = self._compiled.run(piece, run.place.mapped, run.read(piece))
         run.env.update(zip(piece.returns, results, strict=True))

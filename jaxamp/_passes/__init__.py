@@ -9,6 +9,7 @@ from collections.abc import Callable
 from .._compat import Jaxpr
 from .._plan.plan import Plan, Setting
 from .cotangents import share_cotangents
+from .hoist_quantized import hoist_quantized
 from .layouts import order_results
 from .masks import spread_masks
 from .norms import round_norm_cotangents
@@ -32,4 +33,9 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
 
-PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (share_quantized, send_low, recompute)
+PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
+    share_quantized,
+    send_low,
+    hoist_quantized,
+    recompute,
+)

@@ -2,8 +2,9 @@
 
 JAX keeps for the backward pass what each nonlinear operation needs, in float32. Here a program is cut between matmuls,
 where the fewest bytes are alive: between two layers of a network. A section keeps what goes into it and what is
-expensive to make (`residuals.py`), results of matmuls above all. The backward pass computes the rest again. Where that
-saves little (`savings.py`), as inside of a function with its own derivative, there is no section.
+expensive to make (`residuals.py`), results of matmuls above all. The backward pass computes the rest again. Where
+sections hand on many values, as inside of a derivative that the function takes itself, each must save enough
+(`savings.py`).
 
 A section is a jitted function, which JAX remembers: equal layers of a network are differentiated and lowered once, and
 not again in the next trace. Source lines and scopes are those of the equations.
@@ -46,6 +47,9 @@ from .._traits.matmul_cost import size_of
 from .savings import Savings, bodies
 
 _REMEMBERED = 1024  # sections
+_FEW = (
+    2  # arrays that a layer hands on: the stream, and perhaps what joins it later. The pass of a derivative has more.
+)
 # (jaxpr, how it is cut) -> with sections. An entry lives as long as the jaxpr: JAX remembers what it made of a body.
 _CUT: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
 
@@ -89,9 +93,11 @@ class _Cutter:
         body = open_jaxpr(jaxpr)
         runs = list(self._runs(body.eqns))
         sections = [section for run, outs in _with_results(body, runs) for section in self._sections(run, outs)]
-        savings = None if self._whole else Savings(jaxpr, [section.eqns for section in sections])
+        found = list(_with_results(body, sections))
+        is_sure = self._whole or all(len(outs) <= _FEW for section, outs in found if section.inside)
+        savings = None if is_sure else Savings(jaxpr, [section.eqns for section in sections])
         eqns: list[Any] = []
-        for i, (section, outs) in enumerate(_with_results(body, sections)):
+        for i, (section, outs) in enumerate(found):
             if not section.inside:
                 eqns += map(self._with_sections_inside, section.eqns)
             elif self._pays(section.eqns) and (savings is None or savings.pays(i, outs)):

@@ -4,9 +4,9 @@ Without a checkpoint, XLA makes some values again by itself: products and sums o
 kernel that reads them. It keeps the operands of matmuls, and what is expensive to make: exponentials and the like,
 sums, and masks. A checkpoint keeps what goes into it, and the results of matmuls inside.
 
-So a `tanh` between two matmuls saves nothing: either its result is kept, which the second matmul reads, or that of the
-first. A `gelu` saves the `tanh` inside of it. And if a function has its own derivative inside, a section may cost more
-than it saves: much goes from the forward pass to the backward pass of that derivative, which is another section.
+Between two layers of a network little is alive, and a section pays. If a function has its own derivative inside, much
+goes from the forward pass to the backward pass of that derivative, which is another section: it may cost more than it
+saves.
 """
 
 import math
@@ -24,12 +24,9 @@ from .._plan.residuals import is_kept
 from .._traits import Traits, traits_of
 
 # A checkpoint costs kernels, because nothing is fused across its ends: what it returns is written to memory, and so are
-# the cotangents of that. A layer returns one array or two; the forward pass of an inner derivative returns many.
-# It must save more than these parts of
+# the cotangents of that. It must save more than these parts, found with second derivatives of several networks, of
 _HANDED_ON = 3  # what it returns,
-_AGAIN = 8  # what the backward pass reads to make the rest again,
-_LITTLE = 32  # and the largest value that is kept in the program. Found on the networks of `benchmarks/zoo.py`.
-_MUCH = 2**20  # bytes: to save so many is not little next to any value
+_AGAIN = 8  # and what the backward pass reads to make the rest again.
 
 _LONG = 1000  # equations: a call of a function that has more is not looked into
 
@@ -69,15 +66,13 @@ class Savings:
         for found in (*self._kept, results):
             for v in found:
                 self._readers[v] = self._readers.get(v, 0) + 1
-        self._largest = max((self._bytes([v]) for found in self._kept for v in found), default=0)
 
     def pays(self, i: int, outs: Sequence[Var]) -> bool:
         """Whether section `i`, with these results, saves enough to be a checkpoint, if no other is one."""
         with_it, without = self._kept_by_checkpoint(self._sections[i]), self._kept[i]
         elsewhere = {v for v in with_it | without if self._readers.get(v, 0) > (v in without)}
         saved = self._bytes(without - elsewhere) - self._bytes(with_it - elsewhere)
-        little = min(self._largest / _LITTLE, _MUCH)
-        return saved > max(sum(map(_bytes, outs)) / _HANDED_ON, self._bytes(with_it) / _AGAIN, little)
+        return saved > max(sum(map(_bytes, outs)) / _HANDED_ON, self._bytes(with_it) / _AGAIN)
 
     def _bytes(self, variables: Iterable[Var]) -> int:
         return sum(_bytes(v) for v in variables if v not in self._given)

@@ -27,13 +27,30 @@ from .._primitives.sent_low import reduced_low, sent_low, takes_wire
 from .._traits import traits_of
 from .send_quantized import send_quantized
 
+Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them
 
-def send_low(program: Jaxpr, setting: Setting) -> Jaxpr:
-    """The program with values sent in the compute dtype, where only rounded copies of them are read."""
-    if not setting.formats.narrows or not _communicates(program, Memo()):
+
+def send_low(program: Jaxpr, setting: Setting, rounded: Sequence[bool] = (), path: Path = ()) -> Jaxpr:
+    """The program with values sent in the compute dtype, where only rounded copies of them are read.
+
+    `rounded`: which results are only read so. None, if it is empty.
+    """
+    if not setting.formats.narrows or not communicates(program):
         return program
-    outs = (False,) * len(open_jaxpr(program).outvars)
-    return _Sender(setting).run(program, outs, ())[0]
+    outs = tuple(rounded) or (False,) * len(open_jaxpr(program).outvars)
+    return _Sender(setting).run(program, outs, path)[0]
+
+
+def operands_rounded(program: Jaxpr, setting: Setting, path: Path) -> Flags:
+    """Which operands of a program only rounded copies are read of."""
+    if not setting.formats.narrows:
+        return (False,) * len(open_jaxpr(program).invars)
+    return _Sender(setting).run(program, (False,) * len(open_jaxpr(program).outvars), path)[1]
+
+
+def communicates(program: Jaxpr) -> bool:
+    """Whether anything in a program sends values."""
+    return _communicates(program, Memo())
 
 
 def _communicates(jaxpr: Jaxpr, known: Memo) -> bool:
@@ -45,9 +62,6 @@ def _communicates(jaxpr: Jaxpr, known: Memo) -> bool:
         return any(_communicates(body.jaxpr, known) for body in entry.bodies)
 
     return known.get(jaxpr, None, lambda: any(map(sends, open_jaxpr(jaxpr).eqns)))
-
-
-Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them
 
 
 class _Sender:

@@ -6,6 +6,8 @@ Passes (`jaxamp/_passes`) take a plan and give a plan. They change steps, or let
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from jax import lax
+
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import Format, Formats
 from .._policy.communication import Communication
@@ -150,13 +152,17 @@ def map_steps(parts: tuple[Part, ...], replace: Callable[[int], Part]) -> tuple[
     )
 
 
-def only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
-    """The variables of an open jaxpr that are results of the user's function, or parts of them, and nothing else."""
+def only_returned(jaxpr: Jaxpr, returned: Sequence[bool], stops: Callable[[Any], bool] = lambda eqn: False) -> set[Var]:
+    """The variables of an open jaxpr that are results of the user's function, or parts of them, and nothing else.
+
+    Results may be scaled by a number, as in a mean. `stops`: equations whose operands don't count.
+    """
     found = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if own and not isinstance(v, Literal)}
     read = {v for v, own in zip(jaxpr.outvars, returned, strict=True) if not own and not isinstance(v, Literal)}
     found -= read
     for eqn in reversed(jaxpr.eqns):
-        passes_on = traits_of(eqn.primitive).delivers and all(v in found for v in eqn.outvars)
+        delivers = traits_of(eqn.primitive).delivers or _scales(eqn)
+        passes_on = delivers and all(v in found for v in eqn.outvars) and not stops(eqn)
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 continue
@@ -166,6 +172,14 @@ def only_returned(jaxpr: Jaxpr, returned: Sequence[bool]) -> set[Var]:
                 found.discard(atom)
                 read.add(atom)
     return found
+
+
+def _scales(eqn: Any) -> bool:
+    """Whether it multiplies an array by a number, or divides it by one."""
+    if not traits_of(eqn.primitive).product:
+        return False
+    literals = [isinstance(v, Literal) for v in eqn.invars]
+    return literals == [False, True] or (literals == [True, False] and eqn.primitive is lax.mul_p)
 
 
 # -- what a region may ask for while it runs

@@ -29,7 +29,7 @@ from .bodies import Entry
 from .classify import Classifier, Decision, Mode, Path, results_of
 from .plan import Operation, Plan, Setting, Step, only_returned
 from .reasons import Reason, Why
-from .sensitivity import FREE, LOW, Sensitivity, Value, sensitivity_of_constant
+from .sensitivity import FREE, LOW, Sensitivity, Value, is_parameter, sensitivity_of_constant
 from .user_rules import apply_replacement, apply_rule, results_of_rule
 
 
@@ -180,7 +180,9 @@ class Planner:
             return Value(FREE, self.formats.of_aval(atom.aval)) if isinstance(atom, Literal) else env[atom]
 
         steps: list[Step] = []
-        kinds, through = self.classifier.kinds.of(jaxpr), only_returned(body, returned) if any(returned) else set()
+        kinds = self.classifier.kinds.of(jaxpr)
+        sums_low = functools.partial(self._sums_low, path)
+        through = only_returned(body, returned, sums_low) if any(returned) else set()
         is_narrow = self.formats.is_narrow
         scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)} if is_narrow else set()
         for eqn, kind, decision in zip(body.eqns, kinds, decisions, strict=True):
@@ -261,7 +263,7 @@ class Planner:
                 )
                 return low() if held_low and all(held_low) and representable else written()
             case Mode.EACH:
-                rounds = not traits_of(eqn.primitive).moves
+                rounds = not (traits_of(eqn.primitive).moves or self._sums_low(asked.path, eqn))
                 formats = [f if rounds and w else v.format for v, f, w in zip(ins, original, wanted, strict=True)]
                 return step(formats, [Value(s, f) for s, f in zip(outs, formats, strict=True)])
             case Mode.BUFFER:
@@ -277,6 +279,12 @@ class Planner:
                 return step([None] * len(ins), values, operation=self._by_users_rule(decision))
             case Mode.ENTER:
                 return self._step_into(eqn, decision, ins, asked)
+
+    def _sums_low(self, path: Path, eqn: Any) -> bool:
+        """Whether an equation sums over devices, and the policy asks for such sums in the compute dtype."""
+        if not traits_of(eqn.primitive).sums_devices:
+            return False
+        return self.setting.communication(path + scopes(eqn.source_info.name_stack)).reduce == "compute"
 
     def _lowered(self, atom: Any) -> Format | None:
         return self.formats.low if self.formats.may_lower(atom) else self.formats.of_aval(atom.aval)
@@ -307,7 +315,7 @@ class Planner:
             step = step._replace(reads=tuple(reads), outs=tuple(outs), params=None)
         elif has_mixed(eqn.primitive):  # a float32 parameter is rounded inside, so that its gradient is not
             original = (self.formats.of_aval(v.aval) for v in eqn.invars)
-            inside = [_is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
+            inside = [is_parameter(v, a) for v, a in zip(ins, eqn.invars, strict=True)]
             reads = [f if own else r for own, f, r in zip(inside, original, step.reads, strict=True)]
             given = (inside[0] and ins[0].given, inside[1] and ins[1].given)
             inner = asked.path + scopes(eqn.source_info.name_stack)
@@ -326,9 +334,7 @@ class Planner:
 
     def _site(self, eqn: Any, decision: Decision, ins: list[Value], step: Step, asked: "_Asked") -> Site:
         """What a rule may ask of the place where it gives a matmul another body."""
-        parameters = [
-            _is_parameter(v, a) and r == v.format for v, a, r in zip(ins, eqn.invars, step.reads, strict=True)
-        ]
+        parameters = [is_parameter(v, a) and r == v.format for v, a, r in zip(ins, eqn.invars, step.reads, strict=True)]
         given = [own and v.given for own, v in zip(parameters, ins, strict=True)]
         is_first = all(v.sensitivity is FREE for v in ins[:2])
         is_scoped = isinstance(decision.found.key, str | tuple)
@@ -350,7 +356,8 @@ class Planner:
         def operation(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
             return apply_replacement(rule, self.formats.compute_dtype, eqn, operands, params)
 
-        return step._replace(operation=operation, replaced=True, format=rule.format)
+        reason = Reason(Why.REPLACED, (step.reason, rule.remark)) if rule.remark else step.reason
+        return step._replace(operation=operation, replaced=True, format=rule.format, reason=reason)
 
     def _by_users_rule(self, decision: Decision) -> Operation:
         rule, dtype = decision.found.rule, self.formats.compute_dtype
@@ -366,13 +373,13 @@ class Planner:
             carried[result] = self.classifier.value(decision.outs[result], eqn.invars[operand].aval)
             reads[operand] = carried[result].format
         wanted = _wanted_results(entry, decision.outs, asked.wanted)
-        plain_call = traits_of(eqn.primitive).plain_call
+        traits = traits_of(eqn.primitive)
         plans = []
         for body, sensitivities in zip(entry.bodies, decision.bodies, strict=True):
-            given = [plain_call and v.given for v in ins]
+            given = [traits.plain_call and v.given for v in ins]
             values = [Value(s, reads[i], given[i]) for s, i in zip(sensitivities, body.operands, strict=True)]
             outs_wanted = [wanted[r] for r in body.results] or [Want.WIDE] * len(open_jaxpr(body.jaxpr).outvars)
-            through = [asked.returned[r] for r in body.results] if plain_call else ()
+            through = [asked.returned[r] for r in body.results] if traits.hands_out else ()
             magnified = results_of(body, decision.magnified)
             plans.append(self.plan(body.jaxpr, values, outs_wanted, inner, through, magnified))
         outs = []
@@ -455,8 +462,3 @@ def _is_cheap_when_wide(eqn: Any, want: Want, is_scaled: bool) -> bool:
     """
     times = 1 if is_scaled else 4 if want is Want.LAST else 16
     return times * size_of(eqn.outvars[0].aval) <= max(size_of(v.aval) for v in eqn.invars[:2])
-
-
-def _is_parameter(value: Value, atom: Any) -> bool:
-    """Whether it may be differentiated in float32: an input or a parameter, held as it came."""
-    return value.sensitivity is FREE and value.dtype == np.float32 and not isinstance(atom, Literal)

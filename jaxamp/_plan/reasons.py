@@ -28,6 +28,7 @@ class Why(enum.Enum):
     READ_BY_SOLVE = enum.auto()  # what decided before
     FOLDED = enum.auto()  # into the matmul before it
     NOT_REPLACED = enum.auto()  # why the body that a rule has for it is not used here, in words
+    REPLACED = enum.auto()  # (what decided, what its body also does, in words)
     BY_PASS = enum.auto()  # what an optimisation did with it, in words
 
     # it can't be lowered, or there is nothing to lower

@@ -29,14 +29,14 @@ from .._compat import (
     with_hi_name,
     without_consts,
 )
-from .._formats import cast
+from .._formats import cast, float_dtype
 from .._jaxpr import along, bind
 from .._structure import library_key
 from .bodies import with_bodies
 from .checkpoints import keeping_little
 from .jvp_rules import Pushed, is_remembered, remembered_jvp, with_jvp
 from .residuals import Keep, has_work, may_keep_little
-from .sensitivity import LOW, PROTECTED, Value
+from .sensitivity import LOW, PROTECTED, Value, is_parameter
 
 
 class Rewriter(Protocol):
@@ -52,8 +52,29 @@ class Rewriter(Protocol):
     def trace(self, plan: Any, outs: Sequence[Value]) -> Jaxpr:
         """The closed jaxpr of a planned one, with results in the dtypes of `outs`."""
 
-    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: tuple[str, ...], magnified: tuple[bool, ...] = ()) -> Any:
-        """Plan a jaxpr that came up while running. `magnified`: which results a decomposition or a solve reads."""
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: Sequence[Value],
+        path: tuple[str, ...],
+        magnified: tuple[bool, ...] = (),
+        returned: Sequence[bool] = (),
+    ) -> Any:
+        """Plan a jaxpr that came up while running.
+
+        `magnified`: which results a decomposition or a solve reads; `returned`: which are gradients of parameters.
+        """
+
+    def evaluate_rule(
+        self, plan: Any, operands: Sequence[Any], rounded: Callable[[], Sequence[bool]] = lambda: ()
+    ) -> list[Any]:
+        """Run a planned rule of a user's function, which may send values from device to device.
+
+        `rounded()`: which results are only read rounded to the compute dtype; none if it is empty.
+        """
+
+    def operands_rounded(self, plan: Any) -> Sequence[bool]:
+        """Which operands a planned rule only reads rounded to the compute dtype."""
 
     def fresh(self, may_replace: bool = True) -> "Rewriter":
         """A rewriter without this one's memory, for functions that outlive the trace.
@@ -157,7 +178,28 @@ def rewrite_custom_jvp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
 def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[Any]) -> list[Any]:
     """The user's rules are kept: they are the vjp of the equation as written, traced and rewritten both ways."""
     plan, results, rewriter = step.bodies[0], len(eqn.outvars), rewriter.fresh()
-    fun = jax.custom_vjp(_named(eqn, lambda *xs: rewriter.evaluate(plan, xs)))
+    fun = jax.custom_vjp(_named(eqn, lambda *xs: rewriter.evaluate_rule(plan, xs)))
+
+    def planned_backward(saved: _Saved, given: Sequence[int]) -> tuple[Any, list[int]]:
+        """The user's backward rule for some cotangents, planned, and the operands whose cotangents are not zero."""
+        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
+        known: list[int] = []
+
+        def pullback(leaves: Sequence[Any], some: Sequence[Any]) -> list[Any]:
+            cts = [ad.Zero(aval) for aval in avals]
+            for i, ct in zip(given, some, strict=True):
+                cts[i] = ct
+            operands = [eqn.invars[i].aval for i in saved.differentiated]
+            found = pull_back(jtu.tree_unflatten(saved.tree, leaves), operands, cts)
+            known[:] = [i for i, ct in zip(saved.differentiated, found, strict=True) if ct is not None]
+            return [ct for ct in found if ct is not None]
+
+        with own_lines():
+            traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
+        outs = [plan.outs[i] for i in given]
+        incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
+        parameters = [is_parameter(plan.ins[i], eqn.invars[i]) for i in known]
+        return rewriter.plan(traced, [*saved.values, *incoming], plan.path, returned=parameters), known
 
     def forward(*primals: Any) -> tuple[list[Any], Any]:
         floats = [jnp.issubdtype(jax.typeof(p.value).dtype, jnp.inexact) for p in primals]
@@ -174,9 +216,16 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
         with own_lines():
             traced, shapes = jax.make_jaxpr(pullback, return_shape=True)(*(v.aval for v in eqn.invars))
         inside = rewriter.plan(traced, plan.ins, plan.path)
-        out = rewriter.evaluate(inside, [p.value for p in primals])
         tree, avals, values = jtu.tree_structure(shapes[1]), traced.out_avals[results:], inside.outs[results:]
         saved = _Saved(differentiated, tree, avals, values, bound_axes())
+
+        def rounded() -> list[bool]:
+            """Of what is saved, what the backward rule only reads rounded, if all cotangents come."""
+            floats = [i for i, v in enumerate(eqn.outvars) if float_dtype(v.aval) is not None]
+            flags = rewriter.operands_rounded(planned_backward(saved, floats)[0])
+            return [False] * results + list(flags[: len(avals)])
+
+        out = rewriter.evaluate_rule(inside, [p.value for p in primals], rounded)
         return _cast_all(out[:results], plan.outs), jtu.Partial(saved, *out[results:])
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -185,27 +234,11 @@ def rewrite_custom_vjp(rewriter: Rewriter, eqn: Any, step: Any, operands: list[A
         If all are zero it is not called.
         """
         saved: _Saved = residuals.func
-        avals = [v.aval.to_tangent_aval() for v in eqn.outvars]
         given = [i for i, c in enumerate(cotangents) if not isinstance(c, SymbolicZero)]
-        known: list[int] = []  # the operands whose cotangents are not zero
-
-        def pullback(leaves: Sequence[Any], some: Sequence[Any]) -> list[Any]:
-            cts = [ad.Zero(aval) for aval in avals]
-            for i, ct in zip(given, some, strict=True):
-                cts[i] = ct
-            operands = [eqn.invars[i].aval for i in saved.differentiated]
-            found = pull_back(jtu.tree_unflatten(saved.tree, leaves), operands, cts)
-            known[:] = [i for i, ct in zip(saved.differentiated, found, strict=True) if ct is not None]
-            return [ct for ct in found if ct is not None]
-
         with binding_axes(saved.axes):
-            with own_lines():
-                traced = jax.make_jaxpr(pullback)(saved.avals, [avals[i] for i in given])
-            outs = [plan.outs[i] for i in given]
-            incoming = [Value(LOW if o.sensitivity is LOW else PROTECTED, o.format) for o in outs]
-            inside = rewriter.plan(traced, [*saved.values, *incoming], plan.path)
-            some = [cast(cotangents[i], o.dtype) for i, o in zip(given, outs, strict=True)]
-            out = dict(zip(known, rewriter.evaluate(inside, [*residuals.args, *some]), strict=True))
+            inside, known = planned_backward(saved, given)
+            some = [cast(cotangents[i], plan.outs[i].dtype) for i in given]
+            out = dict(zip(known, rewriter.evaluate_rule(inside, [*residuals.args, *some]), strict=True))
         return tuple(cast(out[i], plan.ins[i].dtype) if i in out else None for i in range(len(plan.ins)))
 
     generic = getattr(eqn.params.get("_prim"), "generic_batching", False)

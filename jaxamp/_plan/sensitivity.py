@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from .._compat import Literal
 from .._formats import Format, is_float_dtype, is_wide_integer
 
 
@@ -49,6 +50,11 @@ class Value(NamedTuple):
     def is_low(self) -> bool:
         """Whether it is held in a low format."""
         return self.format is not None and self.format.low
+
+
+def is_parameter(value: Value, atom: Any) -> bool:
+    """Whether it may be differentiated in float32: an input or a parameter, held as it came."""
+    return value.sensitivity is FREE and value.dtype == np.float32 and not isinstance(atom, Literal)
 
 
 def combine(found: Iterable[Sensitivity]) -> Sensitivity:

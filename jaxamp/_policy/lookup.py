@@ -1,7 +1,7 @@
 """Looking up the rule of an operation.
 
 The outermost active scope that has a key wins; at one scope the pair comes before the name, and the name before the
-glob; else the primitive; else `"amp_default"`.
+glob; else the primitive; else `"amp_default"`. A rule that is about some primitives only is passed over by others.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -12,7 +12,7 @@ import numpy as np
 from .._compat import Primitive
 from .._traits import traits_of
 from .communication import COMMUNICATION, Communication
-from .rules import ByTarget, Rule, use_original_precision
+from .rules import ByTarget, ReplacingRule, Rule, use_original_precision
 from .scopes import is_glob, matches
 
 Key = Any  # Primitive | str | tuple[str, Primitive]
@@ -90,7 +90,9 @@ class Lookup:
         primitive = traits_of(primitive).policy_key or primitive
         for depth in range(1, len(path) + 1):
             for key in self._keys_at(path[:depth], primitive):
-                return Found(self._rules[key], key)
+                rule = self._rules[key]
+                if not isinstance(rule, ReplacingRule) or rule.applies_to(primitive):
+                    return Found(rule, key)
         if primitive in self._rules:
             return Found(self._rules[primitive], primitive)
         return Found(self._rules["amp_default"], None)

@@ -7,7 +7,9 @@ A table says the same with the word `quantized` and a section of that name; `pol
 """
 
 import dataclasses
-from collections.abc import Mapping
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +18,7 @@ from .._compat import Primitive
 from .._errors import nearest
 from .._number_formats.names import format as number_format
 from .._number_formats.number_format import NumberFormat
+from .._primitives.in_format import Rounding, kept_in, rounded, with_rounded_cotangent
 from .._primitives.quantized_matmul import Quantizing, Recipe, quantized_matmul
 from .._traits import traits_of
 from .rules import Replacement, ReplacingRule, Rule, Site, use_compute_precision
@@ -27,9 +30,12 @@ Scaling = Literal["current", "delayed", "none"]
 class Quantization(ReplacingRule):
     """A rule that runs matmuls in number formats. See `use_formats`."""
 
-    operands: NumberFormat
+    operands: NumberFormat | None
     gradients: NumberFormat | None
     weight_gradients: NumberFormat | None
+    results: NumberFormat | None = None
+    gradient_results: NumberFormat | None = None
+    kept: NumberFormat | None = None
     scaling: Scaling = "current"
     powers_of_two: bool = False
     history: int = 16
@@ -46,7 +52,17 @@ class Quantization(ReplacingRule):
     def recipe(self) -> Recipe:
         formats = self.operands, self.gradients, self.weight_gradients
         history = self.history if self.scaling == "delayed" else 0
-        return Recipe(*formats, self.scaling != "none", self.powers_of_two, history)
+        kept = None if self.kept == self.operands else self.kept
+        return Recipe(*formats, self.scaling != "none", self.powers_of_two, history, kept)
+
+    @property
+    def formats(self) -> tuple[NumberFormat, ...]:
+        """The formats that it has, each once."""
+        return tuple(dict.fromkeys(f for f in map(self.__getattribute__, _FORMATS) if f is not None))
+
+    def applies_to(self, primitive: Primitive) -> bool:
+        """Under a scope's key, it is about matmuls; anything else has the rule that it would have without."""
+        return traits_of(primitive).matmul
 
     def at(self, site: Site) -> "Replacement | str":
         """The body of a matmul at one place of a program, or why it is not quantised there."""
@@ -60,9 +76,23 @@ class Quantization(ReplacingRule):
             first, second = (x.dtype == np.float32 for x in operands[:2])  # parameters; their order may have changed
             given = (first and any(site.given), second and any(site.given))
             quantizing = Quantizing(self.recipe, compute_dtype, given, (first, second))
-            return quantized_matmul(primitive, operands, params, quantizing)
+            both = [self._round(with_rounded_cotangent, x, self.gradient_results) for x in operands[:2]]
+            out = quantized_matmul(primitive, [*both, *operands[2:]], params, quantizing)
+            out = self._round(rounded, out, self.results)
+            return self._round(kept_in, out, self.kept)
 
-        return Replacement(body, self.name, str(self.operands))
+        return Replacement(body, self.name, str(self.operands or ""), self._remark)
+
+    def _round(self, how: Callable[[Any, Rounding, int], Any], x: Any, format: NumberFormat | None) -> Any:
+        if format is None:
+            return x
+        return how(x, Rounding(format, self.scaling != "none", self.powers_of_two), max(0, x.ndim - 1))
+
+    @property
+    def _remark(self) -> str:
+        """What a report says beside the formats of the operands."""
+        named = {"results": self.results, "gradient results": self.gradient_results, "kept": self.kept}
+        return ", ".join(f"{name} in {format_}" for name, format_ in named.items() if format_ is not None)
 
     def _refusal(self, site: Site) -> str:
         traits = traits_of(site.eqn.primitive)
@@ -85,6 +115,9 @@ def use_formats(
     *,
     gradients: Any = "e5m2",
     weight_gradients: Any = None,
+    results: Any = None,
+    gradient_results: Any = None,
+    kept: Any = None,
     scaling: Scaling = "current",
     powers_of_two: bool = False,
     history: int = 16,
@@ -101,14 +134,22 @@ def use_formats(
 
     Args:
         operands: The format of both operands in the forward pass, and of the operand that the backward pass reads
-            again: what `jaxamp.format` takes, or a format.
+            again: what `jaxamp.format` takes, a format, or `"compute"` for the compute dtype.
         gradients: The format of cotangents where gradients of activations are made of them; `"compute"` for the compute
             dtype.
         weight_gradients: The same for gradients of parameters; as `gradients` if None.
+        results: The format that the result is rounded to. It stays an array of the compute dtype, and its cotangent is
+            not rounded.
+        gradient_results: The same for the gradients that leave the matmul, those of parameters too.
+        kept: The format of activations that are kept for the backward pass; the forward pass goes on with what they
+            were. That is the activation that a matmul's derivative reads, and the result of the matmul where it is kept
+            to compute element-wise work again. Formats whose numbers fit into eight bits are kept in a byte each. What
+            the backward pass reads is rounded, what it computes again from arguments is not.
         scaling: `"current"`: one scale for each tensor, so that its largest number is the format's. `"delayed"`: so
             that the largest number of earlier steps is, which `jaxamp.init_scales` and
-            `jaxamp.delayed_scale_value_and_grad` pass on from step to step; without them as `"current"`. `"none"`:
-            numbers are rounded as they are. Formats with scales of their own, such as `mxfp8`, use those.
+            `jaxamp.delayed_scale_value_and_grad` pass on from step to step; without them as `"current"`, and so for
+            `results`, `gradient_results` and `kept`. `"none"`: numbers are rounded as they are. Formats with scales of
+            their own, such as `mxfp8`, use those.
         powers_of_two: Whether scales are rounded up to powers of two.
         history: With delayed scaling, how many earlier steps count.
         least_size: Matmuls whose 1/(1/m + 1/n + 1/k) is below this stay in the compute dtype: rounding would take
@@ -119,7 +160,7 @@ def use_formats(
 
     Returns:
         A rule. Under a key that names a scope, the last four arguments are not asked: `{"blocks": use_formats()}` means
-        each matmul there.
+        each matmul there. Other operations of the scope run as without it.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> rule = use_formats("e2m1", gradients="e5m2", scaling="none")
@@ -128,10 +169,11 @@ def use_formats(
     >>> f(jnp.array([[1.0, 0.3]]), jnp.array([[3.0], [6.0]])).tolist()
     [[6.0]]
     """
-    given = {"operands": operands, "gradients": gradients, "weight_gradients": weight_gradients, "scaling": scaling}
-    more = {"powers_of_two": powers_of_two, "history": history, "least_size": least_size}
-    where = {"first_layer": first_layer, "last_layer": last_layer, "attention": attention}
-    return quantization(given | more | where, "use_formats")
+    formats = {"operands": operands, "gradients": gradients, "weight_gradients": weight_gradients}
+    formats |= {"results": results, "gradient_results": gradient_results, "kept": kept}
+    scales = {"scaling": scaling, "powers_of_two": powers_of_two, "history": history}
+    where = {"least_size": least_size, "first_layer": first_layer, "last_layer": last_layer, "attention": attention}
+    return quantization(formats | scales | where, "use_formats")
 
 
 def quantization(words: dict[str, Any], caller: str, before: Quantization | None = None) -> Quantization:
@@ -161,20 +203,36 @@ def in_format(policy: Mapping[Any, Any], format: NumberFormat) -> dict[Any, Any]
     return {key: rule if is_matmul[key] and old is use_compute_precision else old for key, old in policy.items()}
 
 
-_FORMATS = ("operands", "gradients", "weight_gradients")
+def formats_of(policy: Mapping[Any, Any]) -> tuple[NumberFormat, ...]:
+    """The number formats that a policy's rules have, each once."""
+    found = [rule.formats for rule in policy.values() if isinstance(rule, Quantization)]
+    return tuple(dict.fromkeys(itertools.chain(*found)))
+
+
+_FORMATS = ("operands", "gradients", "weight_gradients", "results", "gradient_results", "kept")
 FIELDS = tuple(field.name for field in dataclasses.fields(Quantization))
 
 
 def _format(caller: str, name: str, word: Any) -> NumberFormat | None:
-    if word is None or (word == "compute" and name != "operands"):
+    if word == "compute" or (word is None and name != "operands"):
         return None
     if isinstance(word, NumberFormat):
         return word
     try:
-        return number_format(word)
+        return _from_table(word) if isinstance(word, dict) else number_format(word)
     except (ValueError, TypeError) as error:
         reason = str(error).removeprefix("jaxamp.format: ")
         raise type(error)(f"{caller} got {name}={word!r}. {reason}") from None
+
+
+def _from_table(words: dict[str, Any]) -> NumberFormat:
+    """A format from the arguments of `jaxamp.format`, as in `{ name = "e5m2", rounding = "stochastic" }`."""
+    known = list(inspect.signature(number_format).parameters)
+    for name in words:
+        if name not in known:
+            instead = nearest(name, known) or " Write for example { name = 'e5m2', rounding = 'stochastic' }."
+            raise ValueError(f"{name!r} is not an argument of jaxamp.format; expected {', '.join(known)}.{instead}")
+    return number_format(words.get("name"), **{name: word for name, word in words.items() if name != "name"})
 
 
 def _checked(caller: str, name: str, word: Any) -> Any:

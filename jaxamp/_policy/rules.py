@@ -223,6 +223,10 @@ class ReplacingRule:
         """The body at one place of a program, or why there is none, for reports."""
         raise NotImplementedError
 
+    def applies_to(self, primitive: Any) -> bool:
+        """Whether it is about a primitive where a scope's key has it; else the key is passed over."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class Replacement(ReplacingRule):
@@ -231,6 +235,7 @@ class Replacement(ReplacingRule):
     body: Callable[..., Any]
     name: str
     format: str
+    remark: str = ""  # what else a report should say
 
     def at(self, site: Site) -> "Replacement | str":
         return self

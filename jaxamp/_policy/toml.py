@@ -15,7 +15,10 @@ head = "float32"                 # scope = word
 
 [quantized]                      # what the word "quantized" means: the arguments of `jaxamp.use_formats`
 operands = "e4m3"
-gradients = "e5m2"
+gradients = { name = "e5m2", rounding = "stochastic" }   # a name, or the arguments of `jaxamp.format`
+
+[quantized.scopes]
+"*/mlp" = { kept = "e4m3" }      # what is not said is as above
 
 [communication]                  # between devices
 gather = "compute"               # parameters that only matmuls read: compute or float32
@@ -173,7 +176,7 @@ def _parse(table: _Table) -> dict[Key, Any]:
             expected = "extends, description, [rules], [scopes], [quantized] or [communication]"
             table.fail(section, expected, nearest(section, _SECTIONS))
     policy: dict[Key, Any] = dict(_base(table, data["extends"])) if "extends" in data else dict(PINS)
-    policy, quantized = _with_quantization(table, data, policy)
+    policy, quantized, scoped = _with_quantization(table, data, policy)
     table = table._replace(words={**WORDS, "quantized": quantized})
     rules = dict(_section(table, data, "rules", "rules"))
     by_target = {target: _section(table, rules, target, f"rules.{target}") for target in _TARGETS if target in rules}
@@ -189,22 +192,25 @@ def _parse(table: _Table) -> dict[Key, Any]:
             policy[scope] = _rule(table, entry)
             continue
         for name, word in entry.items():
-            scoped, rule = _primitive(table, name), _rule(table, word)
-            if scoped is not None:
-                policy[scope, scoped] = rule
-    return policy | _communication(table, data, policy.get(COMMUNICATION, Communication()))
+            inside, rule = _primitive(table, name), _rule(table, word)
+            if inside is not None:
+                policy[scope, inside] = rule
+    return policy | scoped | _communication(table, data, policy.get(COMMUNICATION, Communication()))
 
 
 def _with_quantization(
     table: _Table, data: Mapping[str, Any], policy: dict[Key, Any]
-) -> tuple[dict[Key, Any], Quantization]:
-    """The policy with its quantising rules changed as a table says, and what the word `quantized` means in it."""
-    words = _section(table, data, "quantized", "quantized")
-    for name in words:
-        if name not in QUANTIZED:
-            table.fail(name, "one of " + ", ".join(QUANTIZED), nearest(name, QUANTIZED))
+) -> tuple[dict[Key, Any], Quantization, dict[Key, Any]]:
+    """The policy with its quantising rules changed as a table says, what the word `quantized` means in it, and the
+    rules of its scopes."""
+    section = dict(_section(table, data, "quantized", "quantized"))
+    scopes = _section(table, section, "scopes", "quantized.scopes")
+    section.pop("scopes", None)
 
-    def changed(before: Quantization | None) -> Quantization:
+    def changed(before: Quantization | None, words: dict[str, Any] = section) -> Quantization:
+        for name in words:
+            if name not in QUANTIZED:
+                table.fail(name, "one of " + ", ".join(QUANTIZED), nearest(name, QUANTIZED))
         try:
             return quantization(words, "[quantized]", before)
         except (ValueError, TypeError) as error:
@@ -212,7 +218,12 @@ def _with_quantization(
 
     old = {key: rule for key, rule in policy.items() if isinstance(rule, Quantization)}
     rule = changed(next(iter(old.values()), None))
-    return policy | {key: changed(before) for key, before in old.items()}, rule
+    scoped = {}
+    for scope, words in scopes.items():
+        if not isinstance(words, dict):
+            table.fail(scope, "formats after it", f' Write {scope} = {{ operands = "e4m3" }}.')
+        scoped[scope] = changed(rule, words)
+    return policy | {key: changed(before) for key, before in old.items()}, rule, scoped
 
 
 def _communication(table: _Table, data: Mapping[str, Any], before: Communication) -> dict[Key, Communication]:

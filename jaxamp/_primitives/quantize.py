@@ -73,22 +73,40 @@ def scale_of(x: Any, format: NumberFormat, powers_of_two: bool = False) -> Any:
     return SCALE.bind(x, format=format, powers_of_two=powers_of_two, axes=())
 
 
-def quantize(x: Any, scale: Any, format: NumberFormat, compute_dtype: np.dtype, axis: int) -> Quantized:
+def quantize(
+    x: Any, scale: Any, format: NumberFormat, compute_dtype: np.dtype, axis: int, in_bytes: bool = False
+) -> Quantized:
     """`x` in a format. `axis`: along which blocks share a scale, if the format has blocks.
 
     Stochastic rounding draws from a number that the array itself makes, so that a run can be repeated.
+
+    `in_bytes`: whether the numbers of a format without a dtype of its own may be held in those of another.
     """
     seed = [CHECKSUM.bind(x)] if format.rounding == "stochastic" else []
     dtype, axis = dtype_of(format, compute_dtype), 0 if format.block == "tensor" else axis
+    if in_bytes:
+        dtype = byte_dtype(format) or dtype
     return Quantized(*QUANTIZE.bind(x, scale, *seed, format=format, dtype=dtype, axis=axis))
 
 
-def numbers(q: Any, format: NumberFormat) -> Any:
-    """The numbers that a quantised array has."""
-    return lax.bitcast_convert_type(q, _NATIVE[format]) if q.dtype == np.uint8 else q
+@functools.cache
+def byte_dtype(format: NumberFormat) -> np.dtype | None:
+    """A dtype of eight bits that has all numbers of a format; None if there is none."""
+    if format in _NATIVE:
+        return _NATIVE[format]
+    if format.is_scaled or format.bits > 8:
+        return None
+    numbers = set(format.values().tolist())
+    return next((dtype for dtype, other in EIGHT_BITS.items() if numbers <= set(other.values().tolist())), None)
 
 
-def dequantized(quantized: Quantized, format: NumberFormat, dtype: np.dtype) -> Any:
+def numbers(q: Any, format: NumberFormat | None) -> Any:
+    """The numbers that a quantised array has. `format`: None for the compute dtype."""
+    dtype = None if format is None or q.dtype != np.uint8 else byte_dtype(format)
+    return q if dtype is None else lax.bitcast_convert_type(q, dtype)
+
+
+def dequantized(quantized: Quantized, format: NumberFormat | None, dtype: np.dtype) -> Any:
     """The values that a quantised array stands for, in a dtype."""
     wide = lax.convert_element_type(numbers(quantized.q, format), dtype)
     return wide * lax.convert_element_type(quantized.scale, dtype)
@@ -117,8 +135,8 @@ def _find_largest(x: Any, *, axes: tuple[Any, ...]) -> Any:
     return lax.pmax(largest, axes) if axes else largest
 
 
-def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tuple[Any, ...]) -> Any:
-    """Rounded up to a few bits."""
+def find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tuple[Any, ...]) -> Any:
+    """The scale for an array, rounded up to a few bits. `axes`: see `_find_largest`."""
     scale = scale_for(_find_largest(x, axes=axes), format)
     dropped = np.uint32(23 if powers_of_two else 24 - _SCALE_BITS)
     slack = np.uint32(2)  # units in the last place that a scale may be off, and is not rounded up for
@@ -126,7 +144,7 @@ def _find_scale(x: Any, *, format: NumberFormat, powers_of_two: bool, axes: tupl
     return lax.bitcast_convert_type((bits >> dropped) << dropped, np.float32)
 
 
-def _add_bits(x: Any) -> Any:
+def sum_of_bits(x: Any) -> Any:
     """The sum of the bits of all entries, as integers: the same in each order of adding, so on any devices."""
     bits = lax.bitcast_convert_type(lax.convert_element_type(x, np.float32), np.uint32)
     return jnp.sum(bits, dtype=np.uint32)
@@ -148,7 +166,8 @@ def _quantize(x: Any, scale: Any, *seed: Any, format: NumberFormat, dtype: np.dt
         )
         return ROW_MAJOR.bind(lax.bitcast_convert_type(rounded, np.uint8)), scale
     rounded = emulated(scaled, format, key=seed[0] if seed else None, axis=axis)
-    return lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype), scale
+    held = lax.convert_element_type(lax.select(lax.is_finite(wide), rounded, wide), dtype)
+    return ROW_MAJOR.bind(lax.bitcast_convert_type(held, np.uint8)) if dtype in EIGHT_BITS else held, scale
 
 
 def _abstract(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +219,8 @@ def check_scales(*dims: Any) -> None:
         raise NotImplementedError("a batch of scales; expected one scale for a batch. Leave scales out of the vmap.")
 
 
-def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], batch: Callable[..., Any]) -> None:
+def define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], batch: Callable[..., Any]) -> None:
+    """Define a primitive by a function and its rules."""
     own.def_impl(functools.partial(xla.apply_primitive, own))
     own.def_abstract_eval(_abstract(fun))
     mlir.register_lowering(own, mlir.lower_fun(fun, multiple_results=own.multiple_results))
@@ -208,10 +228,10 @@ def _define(own: Primitive, fun: Callable[..., Any], jvp: Callable[..., Any], ba
     batching.primitive_batchers[own] = batch
 
 
-for _own, _fun in ((SCALE, _find_scale), (LARGEST, _find_largest), (CHECKSUM, _add_bits)):
-    _define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
+for _own, _fun in ((SCALE, find_scale), (LARGEST, _find_largest), (CHECKSUM, sum_of_bits)):
+    define(_own, _fun, functools.partial(_jvp_of_number, _own), functools.partial(_batch_number, _own))
     declare(_own, Traits(reduces=True, kept=lambda *avals, **params: True, fixed_dtype=True))
-_define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)
-_define(ONCE, lambda q, scale: q, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
+define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)
+define(ONCE, lambda q, scale: q, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
 declare(ONCE, Traits(cheap=True, passes_on=True, plain_params=True, fixed_dtype=True))
 declare(QUANTIZE, Traits(cheap=True, plain_params=True, fixed_dtype=True))

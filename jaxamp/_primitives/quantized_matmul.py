@@ -9,6 +9,8 @@ rounded ones and differentiated by the others. So the backward pass keeps the ro
 tangents in the compute dtype; transposed, it quantises the cotangent.
 
 A float32 parameter stays in memory in any case. It is kept as it is, and rounded again, with the scale from before.
+
+An operand may also be kept in another format than it is multiplied in: `quantized_<base>` is then given both.
 """
 
 import dataclasses
@@ -35,20 +37,21 @@ _CACHED_TRANSPOSES = 1024
 class Recipe(NamedTuple):
     """The number formats of a matmul, forward and backward. None: the compute dtype."""
 
-    operands: NumberFormat
+    operands: NumberFormat | None
     gradients: NumberFormat | None  # the cotangent, where the derivative by an activation is made of it
     weight_gradients: NumberFormat | None  # and where that by a parameter is
     is_scaled: bool = True  # whether there are scales, one for each tensor
     powers_of_two: bool = False  # whether they are
     history: int = 0  # how many maxima of earlier steps a scale is made of, if there is a state; 0: none
+    kept: NumberFormat | None = None  # activations that the backward pass reads again; None: as they were multiplied
 
-    def has_scale(self, format: NumberFormat) -> bool:
+    def has_scale(self, format: NumberFormat | None) -> bool:
         """Whether we find the scale. A format that finds scales of its own, such as `mxfp8`, needs none."""
-        return self.is_scaled and not format.is_scaled
+        return format is not None and self.is_scaled and not format.is_scaled
 
-    def scale_of(self, x: Any, format: NumberFormat) -> Any:
+    def scale_of(self, x: Any, format: NumberFormat | None) -> Any:
         """The scale for an array, or for a largest number."""
-        if not self.has_scale(format):
+        if format is None or not self.has_scale(format):
             return jnp.ones((), np.float32)
         return scale_of(x, format, self.powers_of_two)
 
@@ -66,11 +69,21 @@ class Quantizing(NamedTuple):
     def scales_gradients(self) -> bool:
         """Whether cotangents get a scale from us."""
         formats = (_gradient_format(self, i) for i in range(2))
-        return any(format_ is not None and self.recipe.has_scale(format_) for format_ in formats)
+        return any(map(self.recipe.has_scale, formats))
 
-    def split(self, more: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The operands after the quantised ones: the largest cotangent, if it is one of them, and the rest."""
-        return more[: self.is_delayed], more[self.is_delayed :]
+    def keeps(self, i: int) -> bool:
+        """Whether operand `i` is kept in a format of its own. Parameters are in memory as they are."""
+        return self.recipe.kept is not None and not self.weights[i]
+
+    def again(self, i: int) -> NumberFormat | None:
+        """The format in which the backward pass reads operand `i`."""
+        return self.recipe.kept if self.keeps(i) else self.recipe.operands
+
+    def split(self, more: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The operands after the quantised ones: the largest cotangent, if it is one of them, those that are kept, each
+        with its scale, and the rest."""
+        begin, end = int(self.is_delayed), self.is_delayed + 2 * (self.keeps(0) + self.keeps(1))
+        return more[:begin], more[begin:end], more[end:]
 
 
 class Derivative(NamedTuple):
@@ -78,8 +91,18 @@ class Derivative(NamedTuple):
 
     quantizing: Quantizing
     side: int  # the number of the operand
-    format: NumberFormat  # of the cotangent
+    format: NumberFormat | None  # of the cotangent
     is_rounded: bool  # whether the other operand comes rounded; else it is rounded where it is read
+
+    @property
+    def other(self) -> NumberFormat | None:
+        """The format of the other operand."""
+        return self.quantizing.again(1 - self.side)
+
+    def split(self, more: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The operands after the other one's scale: the largest cotangent, if it is one of them, and the rest."""
+        begin = int(self.quantizing.is_delayed)
+        return more[:begin], more[begin:]
 
     def ordered(self, tangent: Any, other: Any) -> tuple[Any, Any]:
         return (tangent, other) if self.side == 0 else (other, tangent)
@@ -90,9 +113,15 @@ def quantized_matmul(base: Primitive, operands: Sequence[Any], params: dict[str,
     x, w, *rest = operands
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": quantizing.compute_dtype}
-    axes = _contracted(base, x, w, params)
-    both = [_quantized_operand(a, axis, quantizing) for a, axis in zip((x, w), axes, strict=True)]
-    return _quantized(base).bind(x, w, *both[0], *both[1], *rest, quantizing=quantizing, **params)
+    axes, recipe = _contracted(base, x, w, params), quantizing.recipe
+    both = [_in_format(a, recipe.operands, axis, quantizing) for a, axis in zip((x, w), axes, strict=True)]
+    kept = [
+        _in_format(a, recipe.kept, axes[i], quantizing, in_bytes=True)
+        for i, a in enumerate((x, w))
+        if quantizing.keeps(i)
+    ]
+    more = [part for one in kept for part in one]
+    return _quantized(base).bind(x, w, *both[0], *both[1], *more, *rest, quantizing=quantizing, **params)
 
 
 def is_quantized(primitive: Primitive) -> bool:
@@ -103,10 +132,19 @@ def is_quantized(primitive: Primitive) -> bool:
 _OURS: set[Primitive] = set()
 
 
-def _quantized_operand(x: Any, axis: int, quantizing: Quantizing, scale: Any = None) -> Quantized:
-    recipe = quantizing.recipe
-    scale = recipe.scale_of(x, recipe.operands) if scale is None else scale
-    return quantize(x, scale, recipe.operands, quantizing.compute_dtype, axis)
+def _in_format(
+    x: Any,
+    format: NumberFormat | None,
+    axis: int,
+    quantizing: Quantizing,
+    scale: Any = None,
+    in_bytes: bool = False,
+) -> Quantized:
+    """An array in a format, or in the compute dtype. `axis`: along which blocks lie."""
+    scale = quantizing.recipe.scale_of(x, format) if scale is None else scale
+    if format is None:
+        return Quantized(lax.convert_element_type(x, quantizing.compute_dtype), scale)
+    return quantize(x, scale, format, quantizing.compute_dtype, axis, in_bytes)
 
 
 def _contracted(base: Primitive, x: Any, w: Any, params: dict[str, Any]) -> tuple[int, int]:
@@ -151,32 +189,42 @@ def _quantized(base: Primitive) -> Primitive:
 
     def lower(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
         qx, scale_x, qw, scale_w, *after = more
-        _, rest = quantizing.split(after)
+        _, _, rest = quantizing.split(after)
+        if quantizing.recipe.operands is None:
+            return mixed(base, [qx, qw, *rest], params, quantizing.compute_dtype)
         x, w = (numbers(q, quantizing.recipe.operands) for q in (qx, qw))
         return _product(base, x, w, scale_x * scale_w, rest, params, quantizing.compute_dtype)
 
     def abstract_eval(x: Any, w: Any, *more: Any, quantizing: Quantizing, **params: Any) -> Any:
-        _, rest = quantizing.split(more[4:])
+        _, _, rest = quantizing.split(more[4:])
         return base.abstract_eval(*_low_avals([x, w], quantizing.compute_dtype), *rest, **params)[0]
 
     def jvp(primals: Any, tangents: Any, *, quantizing: Quantizing, **params: Any) -> tuple[Any, Any]:
-        values, rounded = primals[:2], (Quantized(*primals[2:4]), Quantized(*primals[4:6]))
-        largest, rest = quantizing.split(primals[6:])
-        if rounded[0].q.dtype.itemsize == 1:  # the plain base, which the user's checkpoint policies know by name
+        values, rounded = primals[:2], [Quantized(*primals[2:4]), Quantized(*primals[4:6])]
+        largest, kept, rest = quantizing.split(primals[6:])
+        is_plain = rounded[0].q.dtype.itemsize == 1 or quantizing.recipe.operands is None
+        if is_plain:  # the plain base, which the user's checkpoint policies know by name
             once = [part for one in rounded for part in (ONCE.bind(*one), one.scale)]
             out = lower(*values, *once, *primals[6:], quantizing=quantizing, **params)
         else:
             out = own.bind(*primals, quantizing=quantizing, **params)
+        pairs = iter(zip(kept[::2], kept[1::2], strict=True))
+        rounded = [Quantized(*next(pairs)) if quantizing.keeps(i) else rounded[i] for i in range(2)]
 
         def with_tangent(i: int) -> Any:
             format_, other, low = _gradient_format(quantizing, i), 1 - i, quantizing.compute_dtype
-            if format_ is None:  # as without quantisation
+            again = quantizing.again(other)
+            if format_ is None and not quantizing.keeps(other):  # as without quantisation
                 value = values[other] if quantizing.given[other] else lax.convert_element_type(values[other], low)
                 both = (tangents[i], value) if i == 0 else (value, tangents[i])
                 return mixed(base, [*both, *rest], params, low, Mixing(quantizing.given))
-            is_rounded = not quantizing.given[other] and quantizing.recipe.operands.block == "tensor"
+            # Blocks lie along the axis that is summed over, another one in the backward pass.
+            is_rounded = quantizing.keeps(other) or (
+                not quantizing.given[other] and again is not None and again.block == "tensor"
+            )
             derivative = Derivative(quantizing, i, format_, is_rounded)
-            operand = rounded[other].q if is_rounded else values[other]
+            is_copy = is_rounded or (again is None and not quantizing.given[other])
+            operand = rounded[other].q if is_copy else values[other]
             scales = [rounded[other].scale, *largest]
             return _bind_derivative(base, tangents[i], operand, scales, rest, derivative, params)
 
@@ -184,24 +232,32 @@ def _quantized(base: Primitive) -> Primitive:
         return out, functools.reduce(ad.add_tangents, parts) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, quantizing: Quantizing, **params: Any) -> Any:
-        largest, rest = quantizing.split(operands[6:])
+        largest, kept, rest = quantizing.split(operands[6:])
         after = len(operands) - len(rest)
-        check_scales(dims[3], *dims[5:after])
+        check_scales(dims[3], *dims[5 : after - len(kept)], *dims[after - len(kept) + 1 : after : 2])
         *first, qx, scale_x, qw, scale_w = operands[:6]
-        pairs = [(first[0], qx), (first[1], qw), *((x,) for x in rest)]
+        arrays, scales = iter(kept[::2]), kept[1::2]
+        own_kept = [(next(arrays),) if quantizing.keeps(i) else () for i in range(2)]
+        pairs = [(first[0], qx, *own_kept[0]), (first[1], qw, *own_kept[1]), *((x,) for x in rest)]
 
         def multiply(ins: Sequence[Any], params: dict[str, Any]) -> Any:
-            (x, qx), (w, qw), *rest = ins
-            rest = [x for (x,) in rest]
-            return (own.bind(x, w, qx, scale_x, qw, scale_w, *largest, *rest, quantizing=quantizing, **params),)
+            (x, qx, *kx), (w, qw, *kw), *rest = ins
+            more = [part for pair in zip([*kx, *kw], scales, strict=True) for part in pair]
+            both = x, w, qx, scale_x, qw, scale_w
+            return (own.bind(*both, *largest, *more, *(x for (x,) in rest), quantizing=quantizing, **params),)
 
         places = [*dims[:2], *dims[after:]]
         return _batched(base, axis_data, pairs, places, params, quantizing.compute_dtype, multiply)
 
-    _declare(own, base, lambda params: params["quantizing"].recipe.operands)
+    _declare(own, base, _multiplies_in)
     _register(own, lower, abstract_eval, batch)
     ad.primitive_jvps[own] = jvp
     return own
+
+
+def _multiplies_in(params: dict[str, Any]) -> Any:
+    quantizing = params["quantizing"]
+    return quantizing.recipe.operands or quantizing.compute_dtype
 
 
 def _low_avals(avals: Sequence[Any], low: np.dtype) -> list[Any]:
@@ -235,15 +291,15 @@ def _with_quantized(base: Primitive) -> Primitive:
     own = Primitive(f"{base.name}_with_quantized")
 
     def lower(t: Any, other: Any, scale: Any, *more: Any, derivative: Derivative, **params: Any) -> Any:
-        _, rest = derivative.quantizing.split(more)
+        _, rest = derivative.split(more)
         low, axes = derivative.quantizing.compute_dtype, _contracted(base, *derivative.ordered(t, other), params)
         rounded = _rounded_again(other, scale, axes[1 - derivative.side], derivative)
-        value = dequantized(rounded, derivative.quantizing.recipe.operands, low)
+        value = dequantized(rounded, derivative.other, low)
         both = derivative.ordered(lax.convert_element_type(t, low), value)
         return mixed(base, [*both, *rest], params, low)
 
     def abstract_eval(t: Any, other: Any, scale: Any, *more: Any, derivative: Derivative, **params: Any) -> Any:
-        _, rest = derivative.quantizing.split(more)
+        _, rest = derivative.split(more)
         both = _low_avals(derivative.ordered(t, other), derivative.quantizing.compute_dtype)
         return base.abstract_eval(*both, *rest, **params)[0]
 
@@ -257,7 +313,7 @@ def _with_quantized(base: Primitive) -> Primitive:
         return [made, *[None] * (2 + len(more))]
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, derivative: Derivative, **params: Any) -> Any:
-        largest, rest = derivative.quantizing.split(operands[3:])
+        largest, rest = derivative.split(operands[3:])
         after = len(operands) - len(rest)
         check_scales(*dims[2:after])
         scales, both = [operands[2], *largest], [(x,) for x in derivative.ordered(*operands[:2])]
@@ -281,7 +337,7 @@ def _rounded_again(other: Any, scale: Any, axis: int, derivative: Derivative) ->
     """The operand beside the tangent, rounded as in the forward pass."""
     if derivative.is_rounded:
         return Quantized(other, scale)
-    return _quantized_operand(other, axis, derivative.quantizing, scale)
+    return _in_format(other, derivative.other, axis, derivative.quantizing, scale)
 
 
 @functools.lru_cache(_CACHED_TRANSPOSES)
@@ -298,12 +354,12 @@ def _transposed(
         return jnp.zeros(aval.shape, aval.dtype) if type(out) is ad.Zero else out
 
     def transposed(ct: Any, other: Any, scale: Any, *more: Any) -> Any:
-        largest, rest = derivative.quantizing.split(more)
+        largest, rest = derivative.split(more)
         traced = jax.make_jaxpr(rule)(*_low_avals([jax.typeof(ct), jax.typeof(other)], low), *rest)
         traced = _without_transpose(traced) if base is lax.dot_general_p else traced
         axes = _contracted_backward(base, traced)
         scale_of_ct = recipe.scale_of(largest[0] if largest else ct, derivative.format)
-        q = quantize(ct, scale_of_ct, derivative.format, low, axes[0])
+        q = _in_format(ct, derivative.format, axes[0], derivative.quantizing, scale_of_ct)
         beside = _rounded_again(other, scale, axes[1], derivative)
 
         def apply(eqn: Any, ins: list[Any]) -> Sequence[Any]:
@@ -312,7 +368,7 @@ def _transposed(
             x, w, *more = ins
             return [_product(base, x, w, q.scale * beside.scale, more, eqn.params, low)]
 
-        both = [numbers(ONCE.bind(*q), derivative.format), numbers(ONCE.bind(*beside), recipe.operands)]
+        both = [numbers(ONCE.bind(*q), derivative.format), numbers(ONCE.bind(*beside), derivative.other)]
         return lax.convert_element_type(evaluate(traced, [*both, *rest], apply)[0], aval.dtype)
 
     return jax.jit(transposed, inline=EARLY_INLINE)

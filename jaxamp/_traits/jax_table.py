@@ -40,6 +40,7 @@ _TABLE: dict[str, str] = {
         optimization_barrier pvary reshape rev select_n slice split squeeze stack tile transpose unstack
     """,
     "communicates": _COMMUNICATES,
+    "sums_devices": "psum psum_invariant reduce_scatter",
     "keeps_all_entries": "copy reshape squeeze transpose",
     "delivers": f"{_COMMUNICATES} add_any copy psum psum_invariant reduce_scatter reshape squeeze transpose",
     # sin, cos, exp, a matmul with weights and the like end it
@@ -81,6 +82,7 @@ _TABLE: dict[str, str] = {
         select_n sign squeeze stop_gradient sub
     """,
     "plain_call": "jit",
+    "hands_out": "cond jit shard_map",
     "own_jvp": "custom_jvp_call",
     "own_vjp": "custom_vjp_call",
     "checkpoints": "remat2",

@@ -19,6 +19,7 @@ class Traits:
     moves: bool = False  # the result holds entries of the operands, their signs or their indices; nothing is rounded
     relays: bool = False  # the results are entries of the float operands, as they are: rounding may come first
     communicates: bool = False  # it sends entries of one operand from device to device
+    sums_devices: bool = False  # it sums what several devices have
     keeps_all_entries: bool = False  # each entry of the operand is in the result, once
     keeps_range: bool = False  # a position, or a number beyond the compute dtype's range, comes out as one
     delivers: bool = (
@@ -48,6 +49,7 @@ class Traits:
 
     # -- bodies
     plain_call: bool = False  # its body runs once, in its place
+    hands_out: bool = False  # each result is that of its body, or of one of its bodies
     own_jvp: bool = False  # a user's rule says what the forward derivative of its body is
     own_vjp: bool = False  # or the backward derivative
     checkpoints: bool = False  # a user decides here what is kept for the backward pass

@@ -22,6 +22,7 @@ from .. import _passes
 from .._compat import EARLY_INLINE, Jaxpr, is_transformed, open_jaxpr, under_jit
 from .._formats import Formats, float_dtype
 from .._jaxpr import evaluate, make_room
+from .._passes.send_low import send_low
 from .._plan.classify import Classifier
 from .._plan.plan import Plan, Setting
 from .._plan.planner import Planner, Want
@@ -79,7 +80,8 @@ def plan_call(options: Options, call: Call, arrays: Any) -> Planned:
 def program_of(planned: Planned, arrays: Any, ledger: Ledger | None = None) -> Jaxpr:
     """What running a planned call gives, before the passes over it."""
     transformed = ledger is None and any(map(is_transformed, arrays))
-    interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed)
+    sends_low = send_low in planned.passes
+    interpreter = Interpreter(planned.planner, ledger=ledger, is_transformed=transformed, sends_low=sends_low)
 
     def run(*arrays: Any) -> list[Any]:
         return interpreter.evaluate(planned.plan, arrays)
@@ -173,7 +175,7 @@ def amp(
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
             `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `pool_low`,
-            `round_norm_cotangents`, `share_cotangents`, `share_quantized`, `send_low`, `recompute`.
+            `round_norm_cotangents`, `share_cotangents`, `share_quantized`, `send_low`, `hoist_quantized`, `recompute`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.

@@ -7,7 +7,7 @@ several steps as it likes.
 
 import contextlib
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,8 @@ from .._compat import (
     user_context,
 )
 from .._formats import cast
-from .._jaxpr import Memo, bind
+from .._jaxpr import Memo, bind, evaluate
+from .._passes.send_low import communicates, operands_rounded, send_low
 from .._plan.classify import Mode, Path
 from .._plan.higher_order import higher_order
 from .._plan.jvp_rules import is_remembered
@@ -58,8 +59,10 @@ class Interpreter:
         traced: Memo | None = None,
         ledger: Ledger | None = None,
         is_transformed: bool = False,
+        sends_low: bool = False,
     ):
         self.is_transformed = is_transformed
+        self._sends_low = sends_low
         self._planner = planner
         self._ledger = ledger
         self._traced = Memo() if traced is None else traced
@@ -195,16 +198,38 @@ class Interpreter:
 
         return jax.make_jaxpr(body)(*avals)
 
-    def plan(self, jaxpr: Jaxpr, ins: Sequence[Value], path: Path, magnified: tuple[bool, ...] = ()) -> Plan:
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        ins: Sequence[Value],
+        path: Path,
+        magnified: tuple[bool, ...] = (),
+        returned: Sequence[bool] = (),
+    ) -> Plan:
         """Plan the jaxpr of a derivative rule. The values that it saves are wanted small."""
-        outs = [Want.LOW] * len(open_jaxpr(jaxpr).outvars)
-        return self._planner.plan(jaxpr, ins, outs, path, magnified=magnified)
+        reduces_low = self._planner.setting.communication(path).reduce == "compute"
+        own = [each and not reduces_low for each in returned] or [False] * len(open_jaxpr(jaxpr).outvars)
+        outs = [Want.LAST if each else Want.LOW for each in own]
+        return self._planner.plan(jaxpr, ins, outs, path, returned=own, magnified=magnified)
+
+    def evaluate_rule(
+        self, plan: Plan, operands: Sequence[Any], rounded: Callable[[], Sequence[bool]] = lambda: ()
+    ) -> list[Any]:
+        """Run a planned rule, with values sent low as in the program around it, which does not look into rules."""
+        if not (self._sends_low and communicates(plan.jaxpr)):
+            return self.evaluate(plan, operands)
+        program = jax.make_jaxpr(lambda *xs: self.evaluate(plan, xs))(*operands)
+        return evaluate(send_low(program, plan.setting, rounded(), plan.path), operands)
+
+    def operands_rounded(self, plan: Plan) -> Sequence[bool]:
+        """Which operands of a planned rule only rounded copies are read of."""
+        return operands_rounded(self._trace(plan, plan.outs), plan.setting, plan.path)
 
     @property
     def identity(self) -> Hashable:
         """Equal for interpreters that do the same with a plan."""
-        return self._planner.identity, self.is_transformed, trace_context()
+        return self._planner.identity, self.is_transformed, self._sends_low, trace_context()
 
     def fresh(self, may_replace: bool = True) -> "Interpreter":
         """An interpreter without this one's memory, for functions that outlive the trace."""
-        return Interpreter(self._planner.fresh(may_replace), ledger=self._ledger)
+        return Interpreter(self._planner.fresh(may_replace), ledger=self._ledger, sends_low=self._sends_low)

@@ -6,10 +6,12 @@ import doctest
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+from commands import answer
 from helpers import ROOT, with_the_package
 
 import jaxamp
@@ -55,6 +57,22 @@ def test_the_code_of_a_page_runs_as_written(page, tmp_path, monkeypatch):
         pytest.importorskip(NEEDS[page], reason="the models extra is not installed")
     monkeypatch.chdir(tmp_path)
     run_page(page)
+
+
+LISTING = re.compile(r"^```console\n\$ jaxamp (.*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r'^```python title="(.*)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+WITH_LISTINGS = [page for page in PAGES if LISTING.search(text_of(page))]
+
+
+@pytest.mark.parametrize("page", WITH_LISTINGS)
+def test_the_listings_of_a_page_are_what_the_command_prints(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, code in FILE.findall(text_of(page)):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    for words, expected in LISTING.findall(text_of(page)):
+        _, printed, _ = answer(capsys, *shlex.split(words))
+        same = doctest.OutputChecker().check_output(expected, printed, FLAGS)
+        assert same, f"docs/{page}.md says\n{expected}\nbut jaxamp {words} prints\n{printed}"
 
 
 FACES = {"flashoptim", "jmp", "mpx", "optim"}  # which have pages of their own

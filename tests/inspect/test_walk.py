@@ -96,7 +96,7 @@ def test_few_values_are_held_at_a_time():
 
 def test_large_results_are_not_held_together():
     jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(jnp.sin(x))))(jax.ShapeDtypeStruct((3 * 2**22,), jnp.float32))
-    found = flat.flatten(jaxpr, Place("forward"), Ledger(), flat.Kinds(), lambda eqn: True, lambda eqn: True)
+    found = flat.flatten(jaxpr, Place("forward"), Ledger(), flat.Repeats(), lambda eqn: True, lambda eqn: True)
     assert [len(piece.operations) for piece in found.pieces] == [1, 1, 1]
 
 
@@ -116,6 +116,24 @@ def test_layers_that_are_alike_are_compiled_once(monkeypatch):
     assert [name for name, _, _ in seen].count("tan") == 12
     assert len(compiled) <= 4
     np.testing.assert_allclose(found[0], fn(X), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("device", "are_prepared"), [(0, True), (1, False)])
+def test_pieces_are_compiled_before_the_first_one_runs(monkeypatch, device, are_prepared):
+    prepared, later = [], pieces._Later
+    monkeypatch.setattr(pieces, "_Later", lambda future: prepared.append(future) or later(future))
+
+    def fn(x):
+        for i in range(100):
+            x = jnp.sin(x) * (1 + i / 100)
+        return x
+
+    x = jax.device_put(X, jax.devices()[device])
+    found, seen = walk(fn, x)
+    assert len(seen) == 200
+    assert bool(prepared) == are_prepared
+    assert found[0].devices() == {jax.devices()[device]}
+    np.testing.assert_allclose(found[0], fn(X), rtol=1e-5)
 
 
 def test_a_value_that_is_not_wanted_is_made_again_when_it_is_asked_for():

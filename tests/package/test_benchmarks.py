@@ -10,12 +10,13 @@ import pytest
 from helpers import ROOT
 
 import jaxamp
-from benchmarks import _torch, _trees, kernels, memory, optimizer, passes, train_step, write_results, zoo
+from benchmarks import _torch, _trees, communication, kernels, memory, optimizer, passes, train_step, write_results, zoo
 from benchmarks._contest import conclude
 from benchmarks._sides import SIDES, choose, upstream_module
 from benchmarks._tables import Column, markdown, number, text
 from benchmarks._timing import Failure, Row, Times, Unavailable, few_words, figures, race
 from benchmarks._zoo import NETWORKS
+from jaxamp._inspect.collectives import CompiledCollective
 
 FEW = {"unet": "slow", "laplacian": "slow"}  # networks of the zoo that are not left to long runs
 
@@ -100,6 +101,51 @@ def test_errors_are_put_in_a_few_words():
     assert few_words(Unavailable("needs a GPU")) == "needs a GPU"
     assert few_words(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while ...")) == "out of memory"
     assert len(few_words(TypeError(300 * "x"))) == 100
+
+
+# -- what goes over the wire
+
+
+def collective(kind, axes, size=6400):
+    return CompiledCollective(kind, "bfloat16", size, 1, axes, "", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "by_nvlink", "between"),
+    [
+        ("all-gather", ("gpu",), 6400 * 7 / 8, 0),
+        ("all-gather", ("node",), 0, 6400 * 7 / 8),
+        ("all-gather", ("node", "gpu"), 6400 * 7 / 8, 6400 * 7 / 64),
+        ("reduce-scatter", (), 6400 * 7 / 8, 6400 * 7 / 64),
+        ("all-reduce", ("gpu",), 2 * 6400 * 7 / 8, 0),
+        ("all-to-all", ("node", "gpu"), 6400 * 7 / 64, 6400 * 7 / 8),
+        ("collective-permute", ("gpu",), 6400, 0),
+        ("collective-permute", ("node",), 0, 6400),
+    ],
+)
+def test_bytes_that_a_device_of_eight_nodes_receives(kind, axes, by_nvlink, between):
+    found = communication.received(collective(kind, axes), communication.Layout(8, 8))
+    assert found == {"NVLink": by_nvlink, "400 Gb/s": between}
+
+
+def test_eight_devices_are_in_one_node_or_each_in_its_own():
+    found = communication.times_of([collective("all-gather", ("gpu",), 800)], communication.Layout(1, 8))
+    assert found == {"NVLink": 700 / 450e9, "400 Gb/s": 700 / 50e9}
+
+
+def test_layouts_of_more_than_a_node():
+    assert [layout.name for layout in communication.layouts_of(8)] == ["FSDP"]
+    assert communication.layouts_of(64) == [communication.Layout(8, 8), communication.Layout(8, 8, True)]
+
+
+def test_what_tensor_parallelism_sends_where():
+    """Parameters and their gradients between nodes, and activations inside of them."""
+    layout = communication.Layout(4, 2, is_tensor_parallel=True)
+    found = communication.sent(communication.SMALL["small"], layout, communication.devices(8, 4), lambda fn: fn)
+    kinds = {(row.kind, row.axes) for row in found if row.bytes > 1000}
+    assert {axes for kind, axes in kinds if kind == "all-gather"} >= {("node",)}
+    assert ("all-reduce", ("gpu",)) in kinds
+    assert not any(set(axes) == {"node", "gpu"} for kind, axes in kinds if kind == "all-gather")
 
 
 # -- losses

@@ -13,7 +13,6 @@ from jaxamp import flashoptim, jmp, mpx, optim
 
 # Constants and type aliases, which have no docstring of their own.
 DATA = {f"jaxamp.{name}" for name in "COMMUNICATION Policy default_amp_policy optim.KINDS jmp.LossScale".split()}
-NOT_YET = ("jaxamp._inspect",)
 
 
 class Public(NamedTuple):
@@ -52,8 +51,6 @@ def public_names() -> Iterator[Public]:
             if name in DATA or isinstance(thing, types.ModuleType) or id(thing) in seen:
                 continue
             seen.add(id(thing))
-            if thing.__module__.startswith(NOT_YET):
-                continue
             yield Public(name, thing, None)
             if isinstance(thing, type):
                 yield from members(name, thing)
@@ -66,11 +63,12 @@ each = pytest.mark.parametrize("public", NAMES.values(), ids=NAMES)
 def documented(doc: str) -> list[str]:
     """The names in the section of arguments, or of attributes.
 
-    >>> documented("Do it.\\n\\nArgs:\\n    x: One,\\n        or two.\\n    *rest: More.\\n\\nReturns:\\n    It.")
-    ['x', 'rest']
+    >>> documented("Do it.\\n\\nArgs:\\n    x, y: One,\\n        or two.\\n    *rest: More.\\n\\nReturns:\\n    It.")
+    ['x', 'y', 'rest']
     """
     found = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
-    return re.findall(r"^    \*{0,2}(\w+):", found[1], re.MULTILINE) if found else []
+    lists = re.findall(r"^    (\S[^:\n]*):", found[1], re.MULTILINE) if found else []
+    return [name.strip("*") for names in lists for name in names.split(", ")]
 
 
 def parameters(public: Public) -> list[str]:

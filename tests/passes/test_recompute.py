@@ -63,14 +63,6 @@ def test_linear_work_has_nothing_to_compute_again():
     assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
 
 
-def test_nor_has_a_function_whose_result_is_kept_anyway():
-    """The second matmul reads the `tanh`, of which its derivative is made."""
-    fn = lambda params, x: jnp.sum(jnp.tanh(x @ params["up"]) @ params["down"] @ params["up"])
-    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
-    assert count("remat2", jax.make_jaxpr(amp)(PARAMS, X)) == 0
-    assert kept(amp, PARAMS, X).count(((ROWS, 2 * WIDTH), "bfloat16")) <= 2  # 1 - tanh, 1 + tanh or tanh
-
-
 DERIVATIVES = {
     "laplacian": lambda f: lambda x: sum(jax.jvp(jax.grad(f), (x,), (e,))[1] @ e for e in jnp.eye(len(x))),
     "hessian": lambda f: lambda x: jnp.trace(jax.hessian(f)(x)),
@@ -99,17 +91,6 @@ def test_nothing_is_cut_inside_of_a_derivative_of_second_order(derivative, act):
     assert_near(found, in_float64(jax.grad(fn), weights, normal(9, 64, 2)), 5e-2)
 
 
-def test_a_loss_that_saves_little_is_no_section():
-    """Next to the layers before it: its checkpoint would only stand between their kernels."""
-
-    def fn(params, x):
-        x = jax.nn.gelu(x @ params["up"]) @ params["down"]
-        return jnp.mean((x @ jnp.ones((WIDTH, 1)) @ jnp.ones((1, 1))) ** 2 * 3.0)
-
-    sections = sections_of(jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X))
-    assert all("tanh" in names for names in sections)
-
-
 def test_nor_has_a_program_without_low_values():
     fn = lambda params, x: jnp.sum(jnp.tanh(x**3) * params["up"][0, 0])
     assert count("remat2", jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(PARAMS, X)) == 0
@@ -122,7 +103,7 @@ def test_a_comparison_is_made_again_from_the_result_of_the_matmul(act):
 
 
 def residual(params, x):
-    x = jax.nn.gelu(x @ params["up"]) @ params["down"]
+    x = jnp.tanh(x @ params["up"]) @ params["down"]
     for _ in range(3):
         x = x + jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
     return jnp.sum(x**2)

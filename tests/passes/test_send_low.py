@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sharded_programs
-from helpers import AMP, BF16, F32, both, equations, error, in_float64, normal, raises
+from helpers import AMP, BF16, F32, MATMULS, both, equations, error, in_float64, normal, raises
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -37,8 +37,11 @@ def arguments(program):
     return (made, x), (placed, jax.device_put(x, batch.sharding))
 
 
+OTHERS = (*sharded_programs.RULES, *sharded_programs.AVERAGED, sharded_programs.LEFT)
+
+
 @both
-@pytest.mark.parametrize("name", sharded_programs.NAMES)
+@pytest.mark.parametrize("name", [*sharded_programs.NAMES, *OTHERS])
 def test_gradients_are_those_of_one_device(name, low):
     program = programs()[name]()
     plain, placed = arguments(program)
@@ -50,6 +53,17 @@ def test_gradients_are_those_of_one_device(name, low):
         assert g.dtype == F32
         assert g.shape == w.shape
         assert error(g, e) < 2e-2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_gradients_are_not_rounded_before_the_sum(name):
+    program = programs()[name]()
+    jaxpr = jax.make_jaxpr(program.gradient(AMP))(*program.specs())
+    sums = [eqn for eqn in equations(jaxpr) if traits_of(eqn.primitive).sums_devices and eqn.invars[0].aval.ndim > 1]
+    assert {eqn.invars[0].aval.dtype.name for eqn in sums} <= {"float32"}
+    assert sums or "constraint" in name or name == sharded_programs.LEFT
+    results = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    assert {aval.dtype.name for aval in results if aval.shape == (64, 64)} == {"float32"}  # activations have fewer rows
 
 
 @pytest.mark.parametrize("name", sharded_programs.NAMES)
@@ -116,7 +130,7 @@ REDUCED = {
 
 @pytest.mark.parametrize(
     ("name", "reduce"),
-    [(name, "compute") for name in sharded_programs.NAMES]
+    [(name, "compute") for name in (*sharded_programs.NAMES, *OTHERS)]
     + [(name, "wire") for name in ("shard_map", "scan and remat in a shard_map")],
 )
 def test_gradients_that_are_sent_low_are_near(name, reduce):

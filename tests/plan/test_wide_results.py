@@ -53,6 +53,53 @@ def test_a_matmul_that_is_only_returned_comes_out_in_float32():
         assert near(AMP(fn)(W, X), in_float64(fn, *rounded), 1e-6)
 
 
+def in_a_shard_map(w, x):
+    mesh = Mesh(np.asarray(jax.devices()), ("d",))
+    everywhere = PartitionSpec()
+    over = jax.shard_map(lambda w, x: x @ w.T, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=everywhere)
+    return over(w, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (x @ w.T) / 8.0,
+        lambda w, x: 0.5 * (x @ w.T),
+        lambda w, x: jax.lax.cond(x[0, 0, 0] > 0.0, lambda: x @ w.T, lambda: 2.0 * x @ w.T),
+        in_a_shard_map,
+    ],
+    ids=["divided by a number", "multiplied by a number", "in a branch", "in a shard_map"],
+)
+def test_so_does_one_that_is_scaled_or_returned_from_a_body(fn):
+    jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+    assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"float32"}
+    rounded = [np.asarray(a.astype(jnp.bfloat16).astype(jnp.float32)) for a in (W, X)]
+    assert near(AMP(fn)(W, X), in_float64(fn, *rounded), 1e-6)
+
+
+@pytest.mark.parametrize("fn", [lambda w, x: 8.0 / (x @ w.T), lambda w, x: (x @ w.T) * x[..., :1]])
+def test_one_that_is_divided_by_or_multiplied_by_an_array_stays_low(fn):
+    jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+    assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"bfloat16"}
+
+
+def test_gradients_of_weights_come_straight_out_of_a_users_backward_rule():
+    """They are multiplied low and come out in float32, as without the rule."""
+
+    @jax.custom_vjp
+    def dense(w, x):
+        return x @ w.T
+
+    dense.defvjp(lambda w, x: (x @ w.T, (w, x)), lambda saved, ct: (ct.T @ saved[1], ct @ saved[0]))
+    loss = lambda w, x: jnp.mean(jnp.tanh(dense(w, jnp.tanh(dense(w, x)))) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(loss)))(*LARGE_AND_FEW)
+    made = [v.aval for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS for v in eqn.outvars]
+    assert [aval.dtype.name for aval in made if aval.shape == (64, 64)] == ["float32"] * 2
+    assert set(matmul_dtypes(jaxpr)) == {("bfloat16", "bfloat16")}
+    args = 0.1 * LARGE_AND_FEW[0], LARGE_AND_FEW[1]
+    assert near(jax.grad(AMP(loss))(*args), in_float64(jax.grad(loss), *args), 2e-2)
+
+
 def test_a_matmul_of_which_a_part_is_returned_stays_low():
     jaxpr = jax.make_jaxpr(AMP(lambda w, x: (x @ w.T)[:, -1]))(W, X)
     assert {eqn.outvars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS} == {"bfloat16"}

@@ -125,3 +125,40 @@ def test_gradients_of_weights_in_the_compute_dtype():
     assert jaxpr.count("mixed_dot_general") == 1
     found = jax.grad(jaxamp.amp(f, amp_policy=policy), 1)(x, w)
     assert found.dtype == jnp.float32
+
+
+def test_a_table_with_formats_of_scopes(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'extends = "fp8"\n[quantized]\ngradients = { name = "e5m2", rounding = "stochastic" }\nresults = "e3m2"\n'
+        '[quantized.scopes]\nblock = { kept = "e2m1" }\nhead = { operands = "compute", results = "compute" }\n'
+    )
+    policy = jaxamp.load_policy(path)
+    everywhere, block, head = policy[lax.dot_general_p], policy["block"], policy["head"]
+    assert everywhere.gradients == jaxamp.format("e5m2", rounding="stochastic")
+    assert (str(everywhere.results), everywhere.kept) == ("e3m2", None)
+    assert (str(block.operands), str(block.results), str(block.kept)) == ("e4m3", "e3m2", "e2m1")
+    assert (head.operands, head.results) == (None, None)
+    assert "kept in e2m1" in " ".join(reason for _, reason in formats(policy))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[quantized.scopes]\nblock = 'e4m3'", ("'block'; expected formats after it", "Write block = { operands =")),
+        (
+            "[quantized.scopes]\nblock = { keeps = 'e4m3' }",
+            ("'keeps'; expected one of", "Did you mean 'kept'"),
+        ),
+        (
+            "[quantized]\nkept = { name = 'e5m2', round = 'nearest' }",
+            ("'round' is not an argument of jaxamp.format; expected name, exponent", "Did you mean 'rounding'"),
+        ),
+        ("[quantized]\nkept = 'e4m3x'", ("got kept='e4m3x'", "there is no format", "Write one of")),
+    ],
+)
+def test_bad_formats_of_a_table(tmp_path, line, expected):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'extends = "fp8"\n{line}\n')
+    with raises(ValueError, "mine.toml", *expected):
+        jaxamp.load_policy(path)

@@ -32,6 +32,7 @@ QUESTIONS = {
     "fp8": ["fp8", 1],
     "fp8 on 8": ["fp8", 8],
     "turned": ["turned"],
+    "quantized in loops": ["quantized in loops"],
 }
 STEPS = [name for name, question in QUESTIONS.items() if question[0] == "step"]
 
@@ -138,6 +139,13 @@ def test_matmuls_are_fp8_in_both_passes(answers):
 def test_bytes_alone_are_turned_for_fp8(answers):
     """XLA would turn the float32 weights and masks of them, to get bytes in the order that cuBLAS wants."""
     assert answers["turned"] == {"matmuls": 5, "dtypes": ["f8e4m3fn", "f8e5m2"]}
+
+
+def test_weights_are_quantised_in_front_of_loops(answers):
+    """XLA moves nothing out of the loop of a gradient accumulation by itself."""
+    found = answers["quantized in loops"]
+    assert (found["amp"], found["once"]) == (0, 0)
+    assert found["around"] > 0
 
 
 def test_fp8_needs_no_more_memory(answers):

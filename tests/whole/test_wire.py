@@ -6,7 +6,7 @@ import gpu_compiler
 import pytest
 import sharded_programs
 
-GATHERED = [name for name in sharded_programs.NAMES if name != "wide reader"]
+GATHERED = [*(name for name in sharded_programs.NAMES if name != "wide reader"), *sharded_programs.RULES]
 
 
 SIDES = {
@@ -16,9 +16,16 @@ SIDES = {
     "wide gathers": {"gather": "float32"},
     "low wire": {"reduce": "wire"},
     "fp8": {"fp8": True},
+    "cast": {"cast": True},
 }
 MAPPED = ["shard_map", "scan and remat in a shard_map"]
-ONLY = {"low wire": MAPPED, "fp8": ["constraint", "in a scan"]}  # sides that are asked of some programs alone
+AVERAGED, LEFT = sharded_programs.AVERAGED, sharded_programs.LEFT
+ONLY = {  # sides that are asked of some programs alone
+    "low wire": MAPPED,
+    "fp8": ["constraint", "in a scan"],
+    "wide gathers": GATHERED,
+    "cast": [LEFT],
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,8 @@ def answers():
     why = gpu_compiler.why_not(any_jax=True)
     if why:
         pytest.skip(why)
-    asked = [(name, side) for name in sharded_programs.NAMES for side in SIDES if name in ONLY.get(side, [name])]
+    names = (*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED, LEFT)
+    asked = [(name, side) for name in names for side in SIDES if name in ONLY.get(side, [name])]
     questions = [["wire", name, SIDES[side]] for name, side in asked]
     return dict(zip(asked, gpu_compiler.ask(questions), strict=True))
 
@@ -53,7 +61,7 @@ def test_weights_are_gathered_low_and_gradients_are_summed_in_float32(answers, n
         assert ("sum", "bfloat16") not in found
 
 
-@pytest.mark.parametrize("name", sharded_programs.NAMES)
+@pytest.mark.parametrize("name", [*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED])
 def test_there_are_no_more_collectives_than_in_float32(answers, name):
     count = lambda rows: collections.Counter(kind for kind, *_ in rows)
     assert not count(answers[name, "amp"]) - count(answers[name, "float32"])
@@ -103,3 +111,25 @@ def test_gradients_of_quantised_weights_are_summed_into_parts(answers, name):
     written, found = sent(answers[name, "float32"]), sent(rows)
     assert found["gather", "float8_e4m3fn"] * 4 == written["gather", "float32"]
     assert found["sum", "float32"] == written["sum", "float32"]
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_gradients_that_are_averaged_inside_are_summed_as_the_policy_says(answers, name):
+    written, found, low = (sent(answers[name, side]) for side in ("float32", "amp", "low sums"))
+    assert found["sum", "float32"] == written["sum", "float32"]
+    assert low["sum", "bfloat16"] * 2 == written["sum", "float32"]
+    assert ("sum", "bfloat16") not in found
+    assert ("sum", "float32") not in low
+    assert found.get(("gather", "bfloat16"), 0) * 2 == written.get(("gather", "float32"), 0)
+    assert ("gather", "float32") not in found
+
+
+def test_left_to_xla_a_weight_is_gathered_for_each_pass(answers):
+    """No rounded copy of a parameter is kept: the backward pass rounds it again, and XLA gathers both copies.
+
+    The first weight is not read there. A cast by hand makes one copy, and rounds gradients.
+    """
+    of = lambda side: sent(answers[LEFT, side])
+    weight = of("float32")["gather", "float32"] // 3
+    assert of("amp") == {("gather", "bfloat16"): 5 * weight // 2, ("sum", "float32"): 3 * weight}
+    assert of("cast") == {("gather", "bfloat16"): 3 * weight // 2, ("sum", "bfloat16"): 3 * weight // 2}

@@ -272,7 +272,9 @@
     add(node.lines.get(source), flops, dtype(i));
   }
 
-  const childrenOf = (node) => [...node.children.values(), ...node.lines.values()].sort((a, b) => b.flops - a.flops);
+  // The largest first; those of about the same size in the order in which they run.
+  const sizeOf = (node) => Number(node.flops.toPrecision(2));
+  const childrenOf = (node) => [...node.children.values(), ...node.lines.values()].sort((a, b) => sizeOf(b) - sizeOf(a));
   // A scope that does nearly all of its work in one line is not split further.
   const isLeaf = (node) => node !== tree && node.children.size === 0
     && [...node.lines.values()].every((line) => line.flops > 0.99 * node.flops || line.flops < 0.01 * node.flops);
