@@ -5,7 +5,7 @@
 XLA for GPUs moves nothing out of loops (0.10 to 0.12). The rule is general: an equation that reads nothing but operands
 of a body that don't change from round to round can run in front of the loop. Quantising equations do, with the cheap
 ones that they read. They leave the bodies of functions and checkpoints on their way out. Where a loop over layers is
-inside of another loop, its layers are quantised in a loop of their own, in front of both.
+inside of another loop, its layers are quantised in a loop of their own, in front of both; not so in a `shard_map`.
 
 Backward passes of loops profit by themselves: what is quantised is an operand of the loop.
 """
@@ -21,6 +21,7 @@ from .._compat import (
     Jaxpr,
     Literal,
     Var,
+    bound_axes,
     closed_jaxpr,
     more_constants,
     open_jaxpr,
@@ -46,36 +47,37 @@ def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
 
 def hoisted(program: Jaxpr) -> Jaxpr:
     """The same of any jaxpr, such as one that was differentiated."""
-    return _rewritten(program, Memo())
+    return _rewritten(program, Memo(), bool(bound_axes().axis_sizes))
 
 
-def _rewritten(jaxpr: Jaxpr, known: Memo) -> Jaxpr:
-    return known.get(jaxpr, None, lambda: _rewrite(jaxpr, known))
+def _rewritten(jaxpr: Jaxpr, known: Memo, in_map: bool) -> Jaxpr:
+    return known.get(jaxpr, in_map, lambda: _rewrite(jaxpr, known, in_map))
 
 
-def _rewrite(jaxpr: Jaxpr, known: Memo) -> Jaxpr:
+def _rewrite(jaxpr: Jaxpr, known: Memo, in_map: bool) -> Jaxpr:
     """Bodies first: what has left a loop inside may leave this one too."""
     eqns: list[Any] = []
     for old in open_jaxpr(jaxpr).eqns:
         eqn, entry = old, describe(old)
         if entry is not None and not entry.lazy:
-            bodies = [_rewritten(inside.jaxpr, known) for inside in entry.bodies]
+            is_map = in_map or way_into(eqn) == "shard_map"
+            bodies = [_rewritten(inside.jaxpr, known, is_map) for inside in entry.bodies]
             if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
                 eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        eqns += _in_front(eqn) if eqn.primitive.name in ("scan", "while") else [eqn]
+        eqns += _in_front(eqn, in_map) if eqn.primitive.name in ("scan", "while") else [eqn]
     if all(new is old for new, old in zip(eqns, open_jaxpr(jaxpr).eqns, strict=False)):
         return jaxpr
     return with_equations(jaxpr, eqns)
 
 
-def _in_front(loop: Any) -> list[Any]:
+def _in_front(loop: Any, in_map: bool) -> list[Any]:
     """A loop, and in front of it what it would quantise in each round."""
     params, is_scan = loop.params, loop.primitive.name == "scan"
     before = 0 if is_scan else params["cond_nconsts"]
     constants = scan_counts(params)[0] if is_scan else params["body_nconsts"]
     name = "jaxpr" if is_scan else "body_jaxpr"
     count = len(open_jaxpr(params[name]).invars)
-    found = _lift(params[name], [i < constants for i in range(count)])
+    found = _lift(params[name], [i < constants for i in range(count)], in_map)
     if not found.lifted:
         return [loop]
     moved = _Clones(loop, open_jaxpr(params[name]).invars, loop.invars[before:])
@@ -97,10 +99,10 @@ class _Lifted(NamedTuple):
     outs: list[Any]  # the results of the body as results of `eqns`; None: they change
 
 
-def _lift(jaxpr: Jaxpr, fixed: Sequence[bool]) -> _Lifted:
+def _lift(jaxpr: Jaxpr, fixed: Sequence[bool], in_map: bool) -> _Lifted:
     """Take apart a body whose operands are fixed or change from round to round."""
     body = open_jaxpr(jaxpr)
-    parts = _Parts([v for v, same in zip(body.invars, fixed, strict=True) if same])
+    parts = _Parts([v for v, same in zip(body.invars, fixed, strict=True) if same], in_map)
     for eqn in body.eqns:
         parts.take(eqn)
     outs = [v if isinstance(v, Literal) else parts.fixed.get(v) for v in body.outvars]
@@ -113,7 +115,8 @@ def _lift(jaxpr: Jaxpr, fixed: Sequence[bool]) -> _Lifted:
 class _Parts:
     """The equations of a body on their way out of it."""
 
-    def __init__(self, fixed: Sequence[Var]):
+    def __init__(self, fixed: Sequence[Var], in_map: bool):
+        self._in_map = in_map
         self.fixed: dict[Var, Any] = {v: v for v in fixed}  # variables of the body, and what they are outside
         self.eqns: list[Any] = []  # outside
         self.left: list[Any] = []  # inside
@@ -124,7 +127,8 @@ class _Parts:
 
     def take(self, eqn: Any) -> None:
         way = way_into(eqn)
-        if way in ("jit", "checkpoint", "scan"):
+        # In a `shard_map`, values have axes along which devices differ, and a loop of our own would not have them.
+        if way in ("jit", "checkpoint") or (way == "scan" and not self._in_map):
             self._through(eqn, way)
             return
         traits = traits_of(eqn.primitive)
@@ -172,7 +176,7 @@ class _Parts:
         if way == "scan":
             constants, carries = scan_counts(eqn.params)
             fixed[constants : constants + carries] = [False] * carries
-        found = _lift(inside.jaxpr, fixed)
+        found = _lift(inside.jaxpr, fixed, self._in_map)
         ins = open_jaxpr(inside.jaxpr).invars
         names = {v: self._outside(atom) for v, atom, same in zip(ins, eqn.invars, fixed, strict=True) if same}
         if way == "scan":

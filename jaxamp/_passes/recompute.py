@@ -47,9 +47,7 @@ from .._traits.matmul_cost import size_of
 from .savings import Savings, bodies
 
 _REMEMBERED = 1024  # sections
-_FEW = (
-    2  # arrays that a layer hands on: the stream, and perhaps what joins it later. The pass of a derivative has more.
-)
+_FEW = 2  # arrays that a layer hands on: the stream, and perhaps what joins it later. Passes of derivatives have more.
 # (jaxpr, how it is cut) -> with sections. An entry lives as long as the jaxpr: JAX remembers what it made of a body.
 _CUT: weakref.WeakKeyDictionary[Any, dict[Hashable, Jaxpr]] = weakref.WeakKeyDictionary()
 

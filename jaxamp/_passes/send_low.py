@@ -20,6 +20,7 @@ from .._plan.classify import Path
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._policy.communication import Communication
+from .._primitives.in_format import is_alias
 from .._primitives.matmul import is_mixed
 from .._primitives.quantize import LARGEST, QUANTIZE, SCALE
 from .._primitives.quantized_matmul import is_quantized
@@ -42,7 +43,7 @@ def send_low(program: Jaxpr, setting: Setting, rounded: Sequence[bool] = (), pat
 
 
 def operands_rounded(program: Jaxpr, setting: Setting, path: Path) -> Flags:
-    """Which operands of a program only rounded copies are read of."""
+    """Which operands of a program are only read rounded."""
     if not setting.formats.narrows:
         return (False,) * len(open_jaxpr(program).invars)
     return _Sender(setting).run(program, (False,) * len(open_jaxpr(program).outvars), path)[1]
@@ -112,6 +113,8 @@ class _Sender:
             exact = params["mixing"].exact
             both = tuple(params["compute_dtype"] == self._low and not each for each in exact)
             return eqn, both + none[2:]
+        if is_alias(eqn):
+            return eqn, results
         if eqn.primitive is lax.convert_element_type_p:
             return eqn, (np.dtype(params["new_dtype"]) == self._low,)
         if not traits.communicates or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):

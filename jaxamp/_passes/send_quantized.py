@@ -13,6 +13,7 @@ from typing import Any
 from .._compat import Literal, Var
 from .._formats import float_dtype
 from .._policy.communication import Communication
+from .._primitives.in_format import is_alias
 from .._primitives.quantize import EIGHT_BITS, LARGEST, QUANTIZE, SCALE
 from .._primitives.quantized_matmul import is_quantized
 from .._primitives.sent_low import sent_low
@@ -22,11 +23,15 @@ from .._traits import traits_of
 def send_quantized(eqns: Sequence[Any], outs: Sequence[Any], asked: Callable[[Any], Communication]) -> list[Any]:
     """The equations of a jaxpr with these results, rewritten. `asked`: what the policy wants of an equation."""
     readers: dict[Var, list[tuple[Any, int]]] = {}
+    source: dict[Var, Var] = {}  # of values that are others
     for eqn in eqns:
+        if is_alias(eqn) and not isinstance(eqn.invars[0], Literal):
+            source[eqn.outvars[0]] = source.get(eqn.invars[0], eqn.invars[0])
+            continue
         for place, atom in enumerate(eqn.invars):
             if not isinstance(atom, Literal):
-                readers.setdefault(atom, []).append((eqn, place))
-    returned = {v for v in outs if not isinstance(v, Literal)}
+                readers.setdefault(source.get(atom, atom), []).append((eqn, place))
+    returned = {source.get(v, v) for v in outs if not isinstance(v, Literal)}
     sent = {
         eqn.outvars[0]: eqn
         for eqn in eqns
@@ -35,6 +40,7 @@ def send_quantized(eqns: Sequence[Any], outs: Sequence[Any], asked: Callable[[An
         and _is_quantized_by_all(readers.get(eqn.outvars[0], ()))
         and asked(eqn).gather == "compute"
     }
+    sent |= {v: sent[other] for v, other in source.items() if other in sent}
     return [new for eqn in eqns for new in _rewritten(eqn, sent, asked)] if sent else list(eqns)
 
 
@@ -59,13 +65,14 @@ def _kind(eqn: Any, place: int) -> str | None:
 
 
 def _rewritten(eqn: Any, sent: dict[Var, Any], asked: Callable[[Any], Communication]) -> list[Any]:
-    if len(eqn.outvars) == 1 and eqn.outvars[0] in sent and asked(eqn).reduce == "float32":
+    is_sent = any(sent.get(v) is eqn for v in eqn.outvars)
+    if is_sent and asked(eqn).reduce == "float32":
         params = {**eqn.params, "low": eqn.invars[0].aval.dtype, "reduce": "float32"}
         return [eqn.replace(primitive=sent_low(eqn.primitive, is_quantized=True), params=params)]
     is_rounding = eqn.primitive in (SCALE, LARGEST, QUANTIZE) and not isinstance(eqn.invars[0], Literal)
-    send = sent.get(eqn.invars[0]) if is_rounding else None
-    if send is None:
+    if not is_rounding or eqn.invars[0] not in sent:
         return [eqn]
+    send = sent[eqn.invars[0]]
     (whole,) = send.invars
     if eqn.primitive is not QUANTIZE:
         return [eqn.replace(invars=[whole], params={**eqn.params, "axes": _axes(send)})]

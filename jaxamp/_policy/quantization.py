@@ -52,7 +52,8 @@ class Quantization(ReplacingRule):
     def recipe(self) -> Recipe:
         formats = self.operands, self.gradients, self.weight_gradients
         history = self.history if self.scaling == "delayed" else 0
-        kept = None if self.kept == self.operands else self.kept
+        is_kept_anyway = self.operands is not None and self.operands.block == "tensor" and self.kept == self.operands
+        kept = None if is_kept_anyway else self.kept
         return Recipe(*formats, self.scaling != "none", self.powers_of_two, history, kept)
 
     @property

@@ -201,8 +201,7 @@ def _parse(table: _Table) -> dict[Key, Any]:
 def _with_quantization(
     table: _Table, data: Mapping[str, Any], policy: dict[Key, Any]
 ) -> tuple[dict[Key, Any], Quantization, dict[Key, Any]]:
-    """The policy with its quantising rules changed as a table says, what the word `quantized` means in it, and the
-    rules of its scopes."""
+    """The policy with its quantising rules changed as a table says, the rule `quantized`, and the rules of scopes."""
     section = dict(_section(table, data, "quantized", "quantized"))
     scopes = _section(table, section, "scopes", "quantized.scopes")
     section.pop("scopes", None)
@@ -222,6 +221,8 @@ def _with_quantization(
     for scope, words in scopes.items():
         if not isinstance(words, dict):
             table.fail(scope, "formats after it", f' Write {scope} = {{ operands = "e4m3" }}.')
+        if not isinstance(_section(table, data, "scopes", "scopes").get(scope, {}), dict):
+            table.fail(scope, "one rule, but it is in [scopes] and in [quantized.scopes]", " Leave one of them out.")
         scoped[scope] = changed(rule, words)
     return policy | {key: changed(before) for key, before in old.items()}, rule, scoped
 

@@ -61,6 +61,11 @@ def with_rounded_cotangent(x: Any, rounding: Rounding, axis: int) -> Any:
     return ROUNDED.bind(x, rounding=rounding, axis=_axis(rounding, axis), of_value=False)
 
 
+def is_alias(eqn: Any) -> bool:
+    """Whether the result of an equation is its operand, and only the cotangent is rounded."""
+    return eqn.primitive is ROUNDED and not eqn.params["of_value"]
+
+
 def kept_in(x: Any, rounding: Rounding, axis: int) -> Any:
     """`x`; what a checkpoint keeps of it is rounded to a format."""
     return KEPT_IN.bind(x, rounding=rounding, axis=_axis(rounding, axis))

@@ -24,6 +24,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
+from .._formats import saturate
 from .._number_formats.number_format import KNOWN, NumberFormat
 from .._number_formats.quantize import quantize as emulated
 from .._number_formats.scales import scale_for
@@ -108,8 +109,8 @@ def numbers(q: Any, format: NumberFormat | None) -> Any:
 
 def dequantized(quantized: Quantized, format: NumberFormat | None, dtype: np.dtype) -> Any:
     """The values that a quantised array stands for, in a dtype."""
-    wide = lax.convert_element_type(numbers(quantized.q, format), dtype)
-    return wide * lax.convert_element_type(quantized.scale, dtype)
+    wide = lax.convert_element_type(numbers(quantized.q, format), np.float32) * quantized.scale
+    return wide if dtype == np.float32 else saturate(wide, dtype)  # float16 can't hold each scale
 
 
 def refuse_second_derivative() -> NoReturn:

@@ -203,7 +203,15 @@ def _quantized(base: Primitive) -> Primitive:
         values, rounded = primals[:2], [Quantized(*primals[2:4]), Quantized(*primals[4:6])]
         largest, kept, rest = quantizing.split(primals[6:])
         is_plain = rounded[0].q.dtype.itemsize == 1 or quantizing.recipe.operands is None
-        if is_plain:  # the plain base, which the user's checkpoint policies know by name
+
+        def low_value(i: int) -> Any:  # as without quantisation
+            low = quantizing.compute_dtype
+            return values[i] if quantizing.given[i] else lax.convert_element_type(values[i], low)
+
+        if quantizing.recipe.operands is None and not any(map(quantizing.keeps, range(2))):
+            both = low_value(0), low_value(1)
+            out = mixed(base, [*both, *rest], params, quantizing.compute_dtype, Mixing(quantizing.given))
+        elif is_plain:  # the plain base, which the user's checkpoint policies know by name
             once = [part for one in rounded for part in (ONCE.bind(*one), one.scale)]
             out = lower(*values, *once, *primals[6:], quantizing=quantizing, **params)
         else:
@@ -214,9 +222,8 @@ def _quantized(base: Primitive) -> Primitive:
         def with_tangent(i: int) -> Any:
             format_, other, low = _gradient_format(quantizing, i), 1 - i, quantizing.compute_dtype
             again = quantizing.again(other)
-            if format_ is None and not quantizing.keeps(other):  # as without quantisation
-                value = values[other] if quantizing.given[other] else lax.convert_element_type(values[other], low)
-                both = (tangents[i], value) if i == 0 else (value, tangents[i])
+            if format_ is None and not quantizing.keeps(other):
+                both = (tangents[i], low_value(1)) if i == 0 else (low_value(0), tangents[i])
                 return mixed(base, [*both, *rest], params, low, Mixing(quantizing.given))
             # Blocks lie along the axis that is summed over, another one in the backward pass.
             is_rounded = quantizing.keeps(other) or (

@@ -222,7 +222,7 @@ class Interpreter:
         return evaluate(send_low(program, plan.setting, rounded(), plan.path), operands)
 
     def operands_rounded(self, plan: Plan) -> Sequence[bool]:
-        """Which operands of a planned rule only rounded copies are read of."""
+        """Which operands of a planned rule are only read rounded."""
         return operands_rounded(self._trace(plan, plan.outs), plan.setting, plan.path)
 
     @property

@@ -35,7 +35,7 @@ def quantize_once(fn: F) -> F:
     >>> jax.jit(jaxamp.quantize_once(accumulated))(jnp.ones((4, 2)), jnp.ones((8, 3, 4))).shape
     (4, 2)
     """
-    check_function("quantize_once", fn)
+    check_function("quantize_once", fn, has_options=False)
 
     @functools.wraps(fn)
     def once(*args: Any, **kwargs: Any) -> Any:

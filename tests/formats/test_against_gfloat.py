@@ -32,6 +32,7 @@ def info(format):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("specials", list(HIGH_NANS))
 def test_a_grid_of_formats(specials):
     tried = 0

@@ -106,6 +106,7 @@ def batch_norm(w, x):
     return jnp.sum(jax.nn.relu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)) @ w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_healthy_networks_raise_no_alarm(dtype):
     layer = lambda: {

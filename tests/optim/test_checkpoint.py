@@ -130,6 +130,7 @@ def through_numpy(tree, shardings, folder):
     return jax.device_put((*optim.from_arrays(again, params), scaler), shardings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [through_orbax, through_numpy])
 def test_a_run_goes_on_from_mesh_to_mesh_bit_for_bit(through, tmp_path):
     """Eight devices, four, two by two: parameters, compressed state and scaler, with a step on each mesh."""

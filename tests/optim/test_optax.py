@@ -391,6 +391,7 @@ def test_master_weights_leave_other_leaves_alone():
         optim.with_master_weights(optax.sgd(0.5), master_weight_bits=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_updates_have_derivatives(dtype):
     """By the learning rate, for those who learn that too: rounding passes derivatives on."""

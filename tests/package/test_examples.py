@@ -109,6 +109,7 @@ def test_an_edited_policy_makes_the_router_exact(tmp_path):
     assert mine < 0.5 * default
 
 
+@pytest.mark.slow
 def test_the_sharded_example_gathers_low(tmp_path):
     told = run_example("train_sharded.py", tmp_path / "loss.png", "--devices", "8", "--steps", "2")
     assert "Everything that is gathered is bfloat16." in told

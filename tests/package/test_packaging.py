@@ -35,6 +35,7 @@ def dists(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_a_wheel_made_from_the_sdist_has_the_policies(dists, tmp_path):
     (wheel,) = dists.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -72,6 +73,7 @@ def test_a_bare_checkout_has_the_policies():
     assert "default" in presets
 
 
+@pytest.mark.slow
 def test_an_editable_install_has_the_policies(tmp_path):
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin" / "python"

@@ -151,3 +151,31 @@ def test_other_rounding_of_a_weight_is_hoisted_too():
     jaxpr = jax.make_jaxpr(jax.grad(f))(WS, XS)
     assert of_weights(jaxpr)[0] == 0
     assert [eqn.invars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "checksum"].count((N, N)) == 2
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_layers_inside_of_micro_batches_in_a_shard_map(gathered):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def local(ws, xs):
+        whole = (lambda w: lax.all_gather(w, "d", tiled=True)) if gathered else lambda w: w
+        layer = lambda x, w: (jnp.tanh(x @ whole(w)), None)
+        total = lax.scan(lambda total, x: (total + lax.scan(layer, x, ws)[0].sum(), None), xs.sum() * 0, xs)[0]
+        return lax.psum(total, "d")
+
+    specs = spec(None, "d") if gathered else spec(), spec(None, "d")
+    loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec())
+    found = jax.jit(jax.grad(amp(loss)))(STACKED, XS)
+    assert error(found, in_float64(jax.grad(batches(lambda ws, x: _last(ws, x).sum())), STACKED, XS)) < 0.2
+
+
+def _last(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def test_quantize_once_of_something_that_is_no_function():
+    with raises(
+        TypeError, "quantize_once got 3, of type int; expected a function", r"Write jaxamp.quantize_once\(step\)."
+    ):
+        jaxamp.quantize_once(3)

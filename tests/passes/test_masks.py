@@ -110,6 +110,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.tuples(SIZES, SIZES), STEPS, st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_mask_is_the_same_mask(shape, steps, data):

@@ -360,6 +360,7 @@ def test_nothing_of_the_user_is_kept_alive(rule):
     assert [ref() for ref in found] == [None] * 3
 
 
+@pytest.mark.slow
 def test_no_tracers_leak():
     with jax.checking_leaks():
         for net in (relu_net, normed):

@@ -56,6 +56,7 @@ def test_without_the_pass_they_are_not():
     assert "float32" in [dtype for shape, dtype in kept(before, FILTERS, IMAGE) if np.prod(shape) >= IMAGE.size]
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("net", [residual_network, before_activation])
 def test_gradients_are_about_as_near_to_float64_as_without_the_pass(low, net):

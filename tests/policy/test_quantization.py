@@ -154,6 +154,13 @@ def test_a_table_with_formats_of_scopes(tmp_path):
             "[quantized]\nkept = { name = 'e5m2', round = 'nearest' }",
             ("'round' is not an argument of jaxamp.format; expected name, exponent", "Did you mean 'rounding'"),
         ),
+        (
+            "[scopes]\nblock = 'float32'\n[quantized.scopes]\nblock = { kept = 'e4m3' }",
+            (
+                r"'block'; expected one rule, but it is in \[scopes\] and in \[quantized.scopes\]",
+                "Leave one of them out",
+            ),
+        ),
         ("[quantized]\nkept = 'e4m3x'", ("got kept='e4m3x'", "there is no format", "Write one of")),
     ],
 )

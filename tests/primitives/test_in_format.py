@@ -227,3 +227,41 @@ def test_a_comparison_sees_rounded_results_and_draws_their_format():
     drawn = [label.get_text() for label in found.plot().axes[0].get_yticklabels()]
     assert drawn[-1] == "e2m1"
     assert found.to_dict()["formats"] == ["e5m2", "e2m1"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_small_activations_are_kept_within_the_bound_of_the_format(dtype, scale):
+    """The scale of an e5m2 is the largest number over 57344, which float16 may not hold."""
+    rule = jaxamp.use_formats("compute", gradients="compute", kept="e5m2")
+    policy = jaxamp.default_amp_policy | dict.fromkeys(MATMULS, rule)
+    loss = lambda w, x: jnp.sum(jnp.sin(jnp.float32(1 / scale) * ((scale * jnp.cos(x)) @ w)))
+    fn = jaxamp.amp(loss, amp_policy=policy, compute_dtype=dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        assert error(jax.grad(fn)(W, X), in_float64(jax.grad(loss), W, X)) < 0.1
+
+
+@pytest.mark.parametrize("words", [{"results": "e4m3"}, {"gradient_results": "e5m2"}])
+def test_second_derivatives_where_no_operand_is_in_a_format(words):
+    fn = lambda x: jnp.sum(jnp.tanh(x @ W.astype(x.dtype)) ** 2)
+    found = jax.hessian(amp(fn, **words))(X[0])
+    assert error(found, in_float64(jax.hessian(fn), X[0])) < 0.2
+
+
+def test_what_is_kept_in_a_format_has_no_second_derivative():
+    with raises(TypeError, "is differentiated twice", "the rule 'compute'"):
+        jax.hessian(amp(lambda x: jnp.sum(jnp.tanh(x @ W) ** 2), kept="e4m3"))(X[0])
+
+
+@pytest.mark.parametrize(("words", "dtype"), [({}, "bf16"), ({"operands": "e4m3"}, "f8E4M3FN")])
+def test_parameters_are_sent_low_where_their_gradients_are_rounded(words, dtype):
+    """In eight bits, there is a float32 one too that nothing reads."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    local = lambda w, x: lax.psum(jnp.sum(jnp.tanh(x @ lax.all_gather(w, "d", tiled=True))), "d")
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec), out_specs=jax.sharding.PartitionSpec())
+    for more in ({}, {"gradient_results": "e5m2"}):
+        lowered = jax.jit(amp(loss, **words | more)).lower(W, X).as_text()
+        sent = {line.rsplit("x", 1)[1].split(">")[0] for line in lowered.splitlines() if "all_gather" in line}
+        assert sent - {"f32"} == {dtype}
+        assert words or "f32" not in sent
