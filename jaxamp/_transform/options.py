@@ -124,12 +124,10 @@ def _check_passes(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_function(name: str, fn: Any, has_options: bool = True) -> None:
+def check_function(name: str, fn: Any) -> None:
     """Refuse what can't be called, in the words of the function `name`."""
     if not callable(fn):
-        call = f"jaxamp.{name}(loss_fn)" if has_options else f"jaxamp.{name}(step)"
-        more = f", and give the options by name: jaxamp.{name}(loss_fn, compute_dtype=jnp.bfloat16)"
         raise TypeError(
-            f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write {call}"
-            f"{more if has_options else ''}."
+            f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write jaxamp.{name}(loss_fn), "
+            f"and give the options by name: jaxamp.{name}(loss_fn, compute_dtype=jnp.bfloat16)."
         )

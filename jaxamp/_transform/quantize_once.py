@@ -9,7 +9,6 @@ import jax
 from .._jaxpr import evaluate
 from .._passes.hoist_quantized import hoisted
 from .call import Result, split_call
-from .options import check_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,7 +34,11 @@ def quantize_once(fn: F) -> F:
     >>> jax.jit(jaxamp.quantize_once(accumulated))(jnp.ones((4, 2)), jnp.ones((8, 3, 4))).shape
     (4, 2)
     """
-    check_function("quantize_once", fn, has_options=False)
+    if not callable(fn):
+        raise TypeError(
+            f"quantize_once got {fn!r}, of type {type(fn).__name__}; expected a function. Write "
+            "jaxamp.quantize_once(step)."
+        )
 
     @functools.wraps(fn)
     def once(*args: Any, **kwargs: Any) -> Any:
