@@ -12,6 +12,7 @@ DETAILS = {
     Why.READ_BY_SOLVE: Reason(Why.BY_PRIMITIVE),
     Why.BY_PASS: "a product with 1",
     Why.NOT_REPLACED: "it is the last layer",
+    Why.REPLACED: (Reason(Why.BY_PRIMITIVE), "results in e4m3"),
     Why.FIXED_DTYPE: "cholesky",
     Why.ASKS_FOR_PRECISION: "HIGHEST",
     Why.SETTING_ASKS_FOR_PRECISION: "float32",
