@@ -1,6 +1,7 @@
 """fp8 over a Keras model on JAX: `stateless_call`, with current and with delayed scales, and `fit`."""
 
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,8 @@ def test_a_stateless_call_with_current_and_delayed_scales(keras):
         assert error(found, expected) < 0.3 or not jnp.issubdtype(found.dtype, jnp.floating)
     delayed = jaxamp.amp(loss, amp_policy=policy("delayed"))
     scales = jaxamp.init_scales(delayed)(*args)
-    assert sorted({name.split("/")[0] for name in scales.histories}) == ["conv2d", "dense", "dense_1"]
+    layers = {name.split("/")[0] for name in scales.histories}  # Keras counts them in the whole process
+    assert sorted(re.sub(r"_\d+$", "", layer) for layer in layers) == ["conv2d", "dense", "dense"]
     step = jax.jit(jaxamp.delayed_scale_value_and_grad(delayed, has_aux=True))
     for _ in range(6):
         scales, found = step(*args, delayed_scales=scales)
