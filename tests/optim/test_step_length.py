@@ -91,7 +91,6 @@ def relative_length(b1, b2, before, after, size, noise, shape, layout, dtype):
     return ours[-1] / step_lengths(optax.adam(1e-3, b1, b2), before, after, **how)[-1]
 
 
-@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(CASES)
 def test_steps_are_adams_wherever_moments_settle(case):
