@@ -299,6 +299,11 @@ def bound_axes() -> Any:
     return core.get_axis_env()
 
 
+def has_bound_axes() -> bool:
+    """Whether there are such axes, as inside of a `shard_map`. Private in 0.10 to 0.12."""
+    return bool(bound_axes().axis_sizes)
+
+
 @contextlib.contextmanager
 def binding_axes(axes: Any) -> Iterator[None]:
     """Bind the named axes that `bound_axes` found elsewhere. Private in 0.10 to 0.12."""

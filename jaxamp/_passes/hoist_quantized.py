@@ -21,8 +21,8 @@ from .._compat import (
     Jaxpr,
     Literal,
     Var,
-    bound_axes,
     closed_jaxpr,
+    has_bound_axes,
     more_constants,
     open_jaxpr,
     scan_counts,
@@ -47,7 +47,7 @@ def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
 
 def hoisted(program: Jaxpr) -> Jaxpr:
     """The same of any jaxpr, such as one that was differentiated."""
-    return _rewritten(program, Memo(), bool(bound_axes().axis_sizes))
+    return _rewritten(program, Memo(), has_bound_axes())
 
 
 def _rewritten(jaxpr: Jaxpr, known: Memo, in_map: bool) -> Jaxpr:

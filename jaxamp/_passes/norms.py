@@ -11,9 +11,8 @@ repeats for each reader, so nothing is done about it.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.extend.core as jec
-
-from .._compat import Jaxpr, Literal, Var, open_jaxpr
+from .._compat import Literal, Var, open_jaxpr
+from .._plan.bodies import functions_in
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
 from .._primitives.barriers import materialize_cotangent
@@ -96,23 +95,21 @@ def _is_free_activation(plan: Plan, i: int) -> bool:
 def _is_elementwise(eqn: Any) -> bool:
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:
-        return all(_is_elementwise(inner) for body in _bodies(eqn) for inner in body.eqns)
+        return all(_is_elementwise(inner) for inner in _equations_in(eqn))
     return traits.elementwise or traits.compares or traits.keeps_all_entries
 
 
 def _bends(eqn: Any) -> bool:
     """Whether an equation is nonlinear, or has a nonlinear one inside."""
-    return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for body in _bodies(eqn) for inner in body.eqns)
+    return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for inner in _equations_in(eqn))
 
 
 def _reduces(eqn: Any) -> bool:
-    return traits_of(eqn.primitive).reduces or any(_reduces(inner) for body in _bodies(eqn) for inner in body.eqns)
+    return traits_of(eqn.primitive).reduces or any(_reduces(inner) for inner in _equations_in(eqn))
 
 
-def _bodies(eqn: Any) -> list[Jaxpr]:
-    if traits_of(eqn.primitive).plain_params:
-        return []
-    return [open_jaxpr(body) for body in jec.jaxprs_in_params(eqn.params)]
+def _equations_in(eqn: Any) -> list[Any]:
+    return [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
 
 
 def _chain(plan: Plan, i: int, readers: Readers, made: dict[Var, int]) -> set[int] | None:

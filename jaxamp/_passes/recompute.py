@@ -36,7 +36,7 @@ from .._compat import (
 )
 from .._formats import float_dtype
 from .._jaxpr import Memo
-from .._plan.bodies import with_bodies
+from .._plan.bodies import functions_in, with_bodies
 from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
@@ -44,7 +44,7 @@ from .._plan.residuals import is_work, makes_complex
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-from .savings import Savings, bodies
+from .savings import Savings
 
 _REMEMBERED = 1024  # sections
 _FEW = 2  # arrays that a layer hands on: the stream, and perhaps what joins it later. Passes of derivatives have more.
@@ -132,7 +132,7 @@ class _Cutter:
         if hi is not None and hi.kind == "custom_vjp":
             return True
         is_checkpoint = traits.checkpoints or (hi is not None and hi.kind == "checkpoint")
-        inside = [self._inside(body) for body in bodies(eqn)]
+        inside = [self._inside(body) for body in functions_in(eqn)]
         if self._whole:
             return (is_checkpoint and not is_ours(eqn)) or any(found.has_boundary for found in inside)
         is_call = traits.plain_call or traits.own_jvp or (hi is not None and not is_checkpoint)
@@ -152,12 +152,16 @@ class _Cutter:
     def _matmuls(self, eqn: Any) -> int:
         """How many matmuls there are in an equation."""
         traits = traits_of(eqn.primitive)
-        return sum(self._inside(body).matmuls for body in bodies(eqn)) if traits.plain_call else int(traits.matrix_unit)
+        return (
+            sum(self._inside(body).matmuls for body in functions_in(eqn))
+            if traits.plain_call
+            else int(traits.matrix_unit)
+        )
 
     def _has_low(self, eqn: Any) -> bool:
         """Whether it reads or makes a low value, or does so inside."""
         dtypes = (float_dtype(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        return self._low in dtypes or any(self._inside(body).has_low for body in bodies(eqn))
+        return self._low in dtypes or any(self._inside(body).has_low for body in functions_in(eqn))
 
     def _with_sections_inside(self, eqn: Any) -> Any:
         """A boundary, with sections in its bodies if it may have them."""

@@ -13,13 +13,13 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.extend.core as jec
 import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, inside_hi, open_jaxpr
 from .._formats import float_dtype
 from .._jaxpr import Kinds, Memo
+from .._plan.bodies import functions_in
 from .._plan.residuals import is_kept
 from .._traits import Traits, traits_of
 
@@ -165,7 +165,7 @@ class _Inliner:
 
     def _size(self, jaxpr: Jaxpr) -> int:
         """The number of equations, with those of functions that are called in their places."""
-        inside = (bodies(eqn) if traits_of(eqn.primitive).plain_call else () for eqn in open_jaxpr(jaxpr).eqns)
+        inside = (functions_in(eqn) if traits_of(eqn.primitive).plain_call else () for eqn in open_jaxpr(jaxpr).eqns)
         found = lambda: sum(1 + sum(map(self._size, called)) for called in inside)
         return self._sizes.get(jaxpr, None, found)
 
@@ -240,7 +240,7 @@ def _is_expensive(eqn: Any) -> bool:
     """Whether it is transcendental, or has something that is inside."""
     if traits_of(eqn.primitive).plain_params:
         return traits_of(eqn.primitive).transcendental
-    inside = (inner for body in bodies(eqn) for inner in open_jaxpr(body).eqns)
+    inside = (inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns)
     return any(map(_is_expensive, inside))
 
 
@@ -248,14 +248,6 @@ def _is_activation(eqn: Any) -> bool:
     """Whether it is a function with a rule for its derivative."""
     hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
     return traits_of(eqn.primitive).own_jvp or (hi is not None and hi.kind == "custom_jvp")
-
-
-def bodies(eqn: Any) -> list[Jaxpr]:
-    """The functions inside of an equation."""
-    if traits_of(eqn.primitive).plain_params:
-        return []
-    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
-    return [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
 
 
 def _bytes(v: Var) -> int:

@@ -5,7 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.extend.core as jec
+
 from .._compat import Jaxpr, inside_hi, scan_counts, with_hi_checkpoint
+from .._traits import traits_of
 
 
 class Body(NamedTuple):
@@ -129,3 +132,11 @@ def describe_while(eqn: Any) -> Entry:
         ),
         tuple((operand, operand - first) for operand in carry),
     )
+
+
+def functions_in(eqn: Any) -> list[Jaxpr]:
+    """The jaxprs inside of any equation, for whoever only wants to look into them."""
+    if traits_of(eqn.primitive).plain_params:
+        return []
+    hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
+    return [hi.jaxpr] if hi is not None else list(jec.jaxprs_in_params(eqn.params))
