@@ -399,10 +399,15 @@ def _identity_jaxpr(aval: Any) -> Jaxpr:
 
 def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int, more: int = 0) -> Any:
     """The `_prim` of a checkpoint with another jaxpr, which takes more constants first, and more operands last."""
-    flags = hi.prevent_cse
-    if isinstance(flags, tuple):
-        flags = (False,) * consts + flags + (False,) * more
-    return type(hi)(jaxpr, hi.policy, flags)
+    own = len(hi.jaxpr.in_avals)
+    return type(hi)(jaxpr, hi.policy, without_barriers(hi.prevent_cse, own, consts, more))
+
+
+def without_barriers(flags: bool | tuple[bool, ...], own: int, first: int, last: int) -> bool | tuple[bool, ...]:
+    """The `prevent_cse` of a checkpoint that takes more operands than its own, first and last, without a barrier."""
+    if flags is False or not (first or last):
+        return flags
+    return (False,) * first + ((True,) * own if flags is True else flags) + (False,) * last
 
 
 def with_hi_name(hi: Any, aval: Any) -> Any:

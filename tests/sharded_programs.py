@@ -205,6 +205,28 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
     def left_to_xla() -> Sharded:
         return on_mesh(layers(lambda w: w), count=3)
 
+    def left_in_functions() -> Sharded:
+        block = jax.jit(lambda x, up, down: x + jax.nn.gelu(x @ up) @ down)
+
+        def loss(weights: Any, x: Any) -> Any:
+            return jnp.mean(block(block(x, *weights[:2]), *weights[2:]) ** 2)
+
+        return on_mesh(loss, count=4)
+
+    def left_with_heads() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            up, down = weights[0].reshape(width, 4, -1), weights[1].reshape(4, -1, width)
+            x = jnp.einsum("bhk,hkd->bd", jnp.tanh(jnp.einsum("bd,dhk->bhk", x, up)), down)
+            return jnp.mean(jnp.tanh(x @ weights[2]) ** 2) + 1e-3 * sum(jnp.sum(w**2) for w in weights)
+
+        return on_mesh(loss, count=3)
+
+    def left_and_tied() -> Sharded:
+        def loss(weights: Any, x: Any) -> Any:
+            return jnp.mean((x + jnp.tanh(x @ weights[0]) @ weights[0].T) ** 2)
+
+        return on_mesh(loss)
+
     def wide_reader() -> Sharded:
         def loss(weights: Any, x: Any) -> Any:
             w = gathered(weights[0])
@@ -233,6 +255,9 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
         "averaged in all": functools.partial(averaged, True),
         "averaged and gathered": averaged_and_gathered,
         "left to XLA": left_to_xla,
+        "left, in functions": left_in_functions,
+        "left, with heads": left_with_heads,
+        "left, and tied": left_and_tied,
     }
 
 
@@ -253,4 +278,4 @@ NAMES = (
 )
 RULES = ("rules", "rules that both gather", "rules with constraints")  # they gather in a `custom_vjp`
 AVERAGED = ("averaged", "averaged in all", "averaged and gathered")  # `pmean` of gradients, in what is transformed
-LEFT = "left to XLA"
+LEFT = ("left to XLA", "left, in functions", "left, with heads", "left, and tied")  # XLA's partitioner gathers

@@ -56,7 +56,8 @@ def bytes_kept(
     The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
     argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
     buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
-    again. (XLA may round them once, if it has room for the copy.)
+    again. (XLA may round them once, if it has room for the copy.) On a mesh of several devices they are rounded once,
+    and the rounded copies are counted.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)

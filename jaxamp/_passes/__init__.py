@@ -15,6 +15,7 @@ from .masks import spread_masks
 from .norms import round_norm_cotangents
 from .pools import pool_low
 from .recompute import recompute
+from .round_once import round_once
 from .send_low import send_low
 from .share_quantized import share_quantized
 from .softmax import low_softmaxes
@@ -38,4 +39,5 @@ PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     send_low,
     hoist_quantized,
     recompute,
+    round_once,
 )

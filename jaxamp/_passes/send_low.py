@@ -4,7 +4,7 @@ A float32 parameter that is split over devices is gathered for a matmul: by `wit
 `all_gather` in a `shard_map`. The matmul rounds it. Rounded first, and then gathered, it has the same value, and half
 the bytes go over the wire. Gradients are summed over devices in float32 as before (`_primitives/sent_low.py`).
 
-Where the gathering is left to XLA's partitioner, there is nothing to do: it rounds first.
+Where the gathering is left to XLA's partitioner, it rounds first on its own; `round_once.py` is about how often.
 """
 
 from collections.abc import Sequence

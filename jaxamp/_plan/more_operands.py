@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._compat import Jaxpr, inside_hi, more_jitted, more_scanned, with_hi_checkpoint
+from .._compat import Jaxpr, inside_hi, more_jitted, more_scanned, with_hi_checkpoint, without_barriers
 
 
 def way_into(eqn: Any) -> str:
@@ -27,7 +27,7 @@ def with_more_operands(eqn: Any, way: str, jaxprs: Sequence[Jaxpr], count: int) 
     changed = {"jaxpr": jaxprs[0]}
     if way == "shard_map":
         changed["in_specs"] = (*params["in_specs"], *[PartitionSpec()] * count)
-    if way == "checkpoint" and isinstance(params["prevent_cse"], tuple):
-        changed["prevent_cse"] = params["prevent_cse"] + (False,) * count
+    if way == "checkpoint":
+        changed["prevent_cse"] = without_barriers(params["prevent_cse"], len(eqn.invars), 0, count)
     params = {"jit": more_jitted, "scan": more_scanned}.get(way, lambda params, count: params)(params, count)
     return {**params, **changed}

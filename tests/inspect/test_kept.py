@@ -119,7 +119,7 @@ def test_what_is_made_of_a_weight_is_split_as_the_weight():
 
     args = split(IN, OUT), split(BATCH, IN)
     kept = jaxamp.bytes_kept(fn, compute_dtype=jnp.bfloat16, keep="all", per_device=True)(*args)
-    assert kept == (4 * WEIGHT // 8, 4 * WEIGHT // 8)  # the cosine
+    assert kept == (4 * WEIGHT // 8, (4 * WEIGHT + 2 * BATCH * IN) // 8)  # the cosine; under amp, the rounded batch too
 
 
 def test_tensor_parallelism_splits_the_hidden_layer():
@@ -127,8 +127,9 @@ def test_tensor_parallelism_splits_the_hidden_layer():
         return jnp.sum(jnp.sin(x @ weights[0]) @ weights[1])
 
     weights = [split(IN, OUT, spec=(None, "t"), mesh=BOTH), split(OUT, IN, spec=("t",), mesh=BOTH)]
-    # float32: sine and cosine
-    assert on_one_device(fn, weights, split(BATCH, IN, mesh=BOTH)) == (2 * 4 * HIDDEN // 8, 2 * HIDDEN // 8)
+    # float32: sine and cosine. Under amp: the result of the first matmul, and the second weight, rounded
+    kept = on_one_device(fn, weights, split(BATCH, IN, mesh=BOTH))
+    assert kept == (2 * 4 * HIDDEN // 8, 2 * HIDDEN // 8 + 2 * WEIGHT // 2)
 
 
 def test_a_constraint_inside_of_the_function_splits_too():

@@ -1,0 +1,195 @@
+"""Round each parameter once for the forward and the backward pass, where it lies on several devices.
+
+A matmul rounds its float32 weight, and its backward pass rounds it again: on one device that costs little, and no low
+copy is kept. On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here
+there is one copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is gathered once, as in the
+float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because XLA gathers again
+behind one.
+
+What a loop or a user's own checkpoint reads is left alone: it gathers in each round, or again, as it is told to. So is
+the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once.
+"""
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
+from .._plan.checkpoints import is_ours
+from .._plan.higher_order import describe
+from .._plan.more_operands import way_into, with_more_operands
+from .._plan.plan import Setting
+from .._primitives.low_copy import LOW_COPY, WITH_COPY, Moves
+from .._primitives.matmul import is_mixed
+from .._traits import traits_of
+
+# (body, which operands, dtype) -> rewritten. An entry lives as long as the body: JAX remembers what it made of it.
+_WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body"]] = weakref.WeakKeyDictionary()
+
+
+def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
+    """The program with one low copy of each parameter that lies on a mesh of several devices."""
+    body, low = open_jaxpr(program), setting.formats.compute_dtype
+    if not setting.formats.narrows or setting.communication(()).gather != "compute":
+        return program
+    new = _rewritten(program, tuple(_is_on_mesh(v) and setting.formats.may_lower(v) for v in body.invars), low)
+    if not new.wanted:
+        return program
+    inside, like = open_jaxpr(new.jaxpr), body.eqns[0]
+    copies = [
+        like.replace(
+            primitive=LOW_COPY,
+            invars=[body.invars[operand]],
+            outvars=[copy],
+            params={"low": low, "moves": moves},
+            effects=frozenset(),
+            source_info=like.source_info.replace(name_stack=like.source_info.name_stack[:0]),
+        )
+        for (operand, moves), copy in zip(new.wanted, inside.invars[len(body.invars) :], strict=True)
+    ]
+    return with_operands(with_equations(new.jaxpr, [*copies, *inside.eqns]), body.invars)
+
+
+def _is_on_mesh(v: Any) -> bool:
+    """Whether XLA's partitioner may split a variable over several devices."""
+    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return False
+    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind is jax.sharding.AxisType.Auto and size > 1 for kind, size in sizes)
+
+
+class _Origin(NamedTuple):
+    """A value that holds the entries of an operand, moved."""
+
+    operand: int
+    moves: Moves
+
+
+class _Body(NamedTuple):
+    """A jaxpr that takes low copies after its own operands, and which it takes."""
+
+    jaxpr: Jaxpr
+    wanted: tuple[_Origin, ...]
+
+
+def _rewritten(jaxpr: Jaxpr, shared: tuple[bool, ...], low: np.dtype) -> _Body:
+    if not any(shared):
+        return _Body(jaxpr, ())
+    found = _WITH_COPIES.setdefault(jaxpr, {})
+    if (shared, low) not in found:
+        found[shared, low] = _Rewriter(jaxpr, shared, low).body()
+    return found[shared, low]
+
+
+class _Rewriter:
+    def __init__(self, jaxpr: Jaxpr, shared: Sequence[bool], low: np.dtype):
+        self._jaxpr, self._low = jaxpr, low
+        body = open_jaxpr(jaxpr)
+        operands = enumerate(zip(body.invars, shared, strict=True))
+        self._origins = {v: _Origin(i, ()) for i, (v, is_shared) in operands if is_shared}
+        self._sent = set[Var]()
+        for eqn in body.eqns:
+            self._follow(eqn)
+        self._read_again = {
+            origin.operand for eqn in body.eqns for origin in map(self._origin, self._wants(eqn)) if origin is not None
+        }
+        self._copies: dict[_Origin, Var] = {}  # low copies that the body takes
+        self._instead: dict[Var, Var] = {}  # what is read in place of a float32 value
+        self._eqns: list[Any] = []
+
+    def body(self) -> _Body:
+        body = open_jaxpr(self._jaxpr)
+        for eqn in body.eqns:
+            self._eqns.append(self._equation(eqn))
+        if not self._copies:
+            return _Body(self._jaxpr, ())
+        new = with_operands(with_equations(self._jaxpr, self._eqns), [*body.invars, *self._copies.values()])
+        return _Body(new, tuple(self._copies))
+
+    def _equation(self, eqn: Any) -> Any:
+        if _takes_copies(eqn):
+            return self._through(eqn)
+        return self._reading_copies(eqn) if is_mixed(eqn.primitive) else eqn
+
+    def _follow(self, eqn: Any) -> None:
+        """Note where the result of an equation comes from, if it only moves entries, or sends or rounds them."""
+        traits = traits_of(eqn.primitive)
+        is_same = eqn.primitive is lax.convert_element_type_p or (traits.relays and traits.communicates)
+        if is_same and self._is_of_operand(eqn.invars[0]):
+            self._sent.add(eqn.outvars[0])
+        if len(eqn.invars) == len(eqn.outvars) == 1 and traits.relays and not traits.communicates and not eqn.effects:
+            origin = self._origin(eqn.invars[0])
+            if origin is not None and describe(eqn) is None and _is_hashable(eqn.params):
+                move = (eqn.primitive, tuple(eqn.params.items()))
+                self._origins[eqn.outvars[0]] = _Origin(origin.operand, (*origin.moves, move))
+
+    def _wants(self, eqn: Any) -> list[Any]:
+        """What a matmul reads, or one in the body of an equation, if it does not multiply two operands of the jaxpr."""
+        if _takes_copies(eqn):
+            return [eqn.invars[origin.operand] for origin in self._inside(eqn).wanted]
+        is_one = is_mixed(eqn.primitive) and not all(map(self._is_of_operand, eqn.invars[:2]))
+        return eqn.invars[:2] if is_one else []
+
+    def _is_of_operand(self, atom: Any) -> bool:
+        return self._origin(atom) is not None or (not isinstance(atom, Literal) and atom in self._sent)
+
+    def _origin(self, atom: Any) -> _Origin | None:
+        return None if isinstance(atom, Literal) else self._origins.get(atom)
+
+    def _copy(self, v: Var) -> Var:
+        """The low copy of a value that has one."""
+        return self._copies.setdefault(self._origins[v], Var(v.aval.update(dtype=self._low, weak_type=False)))
+
+    def _reading_copies(self, eqn: Any) -> Any:
+        """A matmul of copies, which it keeps for its backward pass."""
+        ins, given, mixing = list(eqn.invars), list(eqn.params["mixing"].given), eqn.params["mixing"]
+        for i, is_exact in enumerate(mixing.exact):
+            v, origin = ins[i], self._origin(ins[i])
+            if is_exact or origin is None or origin.operand not in self._read_again:
+                continue
+            if v not in self._instead:
+                self._instead[v] = Var(v.aval)
+                pair, out = [v, self._copy(v)], [self._instead[v]]
+                self._eqns.append(eqn.replace(primitive=WITH_COPY, invars=pair, outvars=out, params={}))
+            ins[i], given[i] = self._instead[v], False
+        params = {**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))}
+        return eqn.replace(invars=ins, params=params)
+
+    def _through(self, eqn: Any) -> Any:
+        """A function or a checkpoint that takes copies too."""
+        new = self._inside(eqn)
+        if not new.wanted:
+            return eqn
+        copies: list[Var] = []
+        for operand, moves in new.wanted:
+            origin = self._origins[eqn.invars[operand]]
+            of = _Origin(origin.operand, (*origin.moves, *moves))
+            aval = open_jaxpr(new.jaxpr).invars[len(eqn.invars) + len(copies)].aval
+            copies.append(self._copies.setdefault(of, Var(aval)))
+        params = with_more_operands(eqn, way_into(eqn), [new.jaxpr], len(copies))
+        return eqn.replace(invars=[*eqn.invars, *copies], params=params)
+
+    def _inside(self, eqn: Any) -> _Body:
+        entry = describe(eqn)
+        assert entry is not None
+        (inside,) = entry.bodies
+        return _rewritten(inside.jaxpr, tuple(self._origin(v) is not None for v in eqn.invars), self._low)
+
+
+def _takes_copies(eqn: Any) -> bool:
+    """Whether copies go into the body of an equation."""
+    way = way_into(eqn)
+    return way == "jit" or (way == "checkpoint" and is_ours(eqn))
+
+
+def _is_hashable(params: dict[str, Any]) -> bool:
+    try:
+        hash(tuple(params.items()))
+    except TypeError:
+        return False
+    return True

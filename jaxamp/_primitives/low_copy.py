@@ -1,0 +1,67 @@
+"""A parameter and its low copy: one rounded copy that several readers share, and the gradient of the parameter itself.
+
+    c = low_copy(w)    with_copy(w, c) = float32(c)
+
+The law: `with_copy` has the type of `w`, the value of its copy, and the derivative by `w`, which is not rounded. The
+copy has no derivative.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir, xla
+
+from .._compat import Primitive, jet_of
+from .._traits import Traits, declare
+
+LOW_COPY = Primitive("low_copy")
+WITH_COPY = Primitive("with_copy")
+
+Moves = tuple[tuple[Primitive, tuple[tuple[str, Any], ...]], ...]  # primitives of one operand, and their parameters
+
+
+def _copied(x: Any, *, low: np.dtype, moves: Moves) -> Any:
+    """Rounded, and then transposed, reshaped, and so on."""
+    out = lax.convert_element_type(x, low)
+    for primitive, params in moves:
+        out = primitive.bind(out, **dict(params))
+    return out
+
+
+def _value(x: Any, copy: Any) -> Any:
+    return lax.convert_element_type(copy, x.dtype)
+
+
+def _copied_aval(x: Any, *, low: np.dtype, moves: Moves) -> Any:
+    out = x.update(dtype=low, weak_type=False)
+    for primitive, params in moves:
+        out = primitive.abstract_eval(out, **dict(params))[0]
+    return out
+
+
+def _copied_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    out = LOW_COPY.bind(*primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _with_copy_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return WITH_COPY.bind(*primals), tangents[0]
+
+
+def _batched(fun: Any, axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    return jax.vmap(functools.partial(fun, **params), dims, axis_size=axis_data.size)(*operands), 0
+
+
+for primitive, fun in ((LOW_COPY, _copied), (WITH_COPY, _value)):
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, fun)
+    declare(primitive, Traits(elementwise=True, passes_on=True, shown_as="convert_element_type", jet=jet_of(fun)))
+LOW_COPY.def_abstract_eval(_copied_aval)
+WITH_COPY.def_abstract_eval(lambda x, copy: x)
+ad.primitive_jvps[LOW_COPY] = _copied_jvp
+ad.primitive_jvps[WITH_COPY] = _with_copy_jvp

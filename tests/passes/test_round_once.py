@@ -1,0 +1,166 @@
+"""On a mesh of several devices, each parameter is rounded once, and both passes read that copy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import AMP, BF16, F32, assert_same_bits, equations, error, in_float64, normal
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxamp
+
+WITHOUT = functools.partial(AMP, disable_passes=["round_once"])
+MESH = Mesh(np.asarray(jax.devices()), ("d",))
+WEIGHTS = [normal(i, 64, 64, scale=0.125) for i in range(3)]
+X = normal(9, 32, 64)
+
+
+def placed(*arrays, mesh=MESH):
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    return jax.device_put(arrays, sharding)
+
+
+def layers(x, *weights):
+    for w in weights:
+        x = x + jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
+
+
+def turned(x, up, down):
+    """Weights that are moved first, on the way into functions too."""
+    block = jax.jit(lambda x, w: jnp.tanh(jnp.tanh(x) @ w.reshape(64, 64)))
+    return jnp.mean(block(block(x, lax.rev(up, (0,)).reshape(32, 128)), down.reshape(-1)) ** 2)
+
+
+def convolutions(x, *weights):
+    x = x.reshape(2, 8, 4, 32)
+    for w in weights:
+        x = jnp.tanh(
+            lax.conv_general_dilated(
+                x, w.reshape(2, 1, 64, 32)[:, :, :32], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+    return jnp.mean(x**2)
+
+
+PROGRAMS = {layers: 3, turned: 2, convolutions: 3}
+FIRST = {layers: 1, turned: 0, convolutions: 1}  # how many weights only the first layer reads
+
+
+def copies(jaxpr):
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "low_copy"]
+
+
+def gradient(transform, loss, count):
+    return jax.value_and_grad(transform(loss), tuple(range(1, 1 + count)))
+
+
+@pytest.mark.parametrize("loss", PROGRAMS)
+def test_a_parameter_is_rounded_once(loss):
+    args = placed(X, *WEIGHTS[: PROGRAMS[loss]])
+    found = copies(jax.make_jaxpr(gradient(AMP, loss, PROGRAMS[loss]))(*args))
+    assert [eqn.outvars[0].aval.dtype for eqn in found] == [BF16] * (PROGRAMS[loss] - FIRST[loss])
+
+
+def test_the_weight_of_the_first_layer_is_read_once_in_any_case():
+    first = lambda x, w, v: jnp.mean(jnp.tanh(x @ w) @ v)
+    jaxpr = jax.make_jaxpr(gradient(AMP, first, 2))(*placed(X, *WEIGHTS[:2]))
+    (copy,) = copies(jaxpr)
+    assert copy.invars[0] is jaxpr.jaxpr.invars[2]
+    tied = lambda x, w: jnp.mean(jnp.tanh(x @ w) @ w)
+    assert len(copies(jax.make_jaxpr(gradient(AMP, tied, 1))(*placed(X, WEIGHTS[0])))) == 1
+
+
+@pytest.mark.parametrize("loss", PROGRAMS)
+def test_values_and_gradients_are_those_of_a_program_that_rounds_twice(loss):
+    args = placed(X, *WEIGHTS[: PROGRAMS[loss]])
+    found, other = (jax.jit(gradient(how, loss, PROGRAMS[loss]))(*args) for how in (AMP, WITHOUT))
+    assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(other))
+    exact = in_float64(gradient(lambda f: f, loss, PROGRAMS[loss]), *args)
+    for g, e in zip(found[1], exact[1], strict=True):
+        assert g.dtype == F32
+        assert error(g, e) < 2e-2
+
+
+def test_what_is_kept_is_the_copy():
+    args = placed(X, *WEIGHTS)
+    kept = jax.make_jaxpr(lambda *args: jax.vjp(AMP(layers), *args)[1])(*args).out_avals
+    squares = [aval.dtype for aval in kept if aval.shape == (64, 64)]
+    assert squares.count(BF16) == 2  # of all but the first
+
+
+def test_equal_layers_stay_equal():
+    """JAX lowers a function once for all layers that are alike."""
+
+    def deep(x, *weights):
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            x = x + jax.nn.gelu(x @ up) @ down
+        return jnp.mean(x**2)
+
+    args = placed(X, *[normal(i, *((64, 256), (256, 64))[i % 2]) for i in range(12)])
+    jaxpr = jax.make_jaxpr(AMP(deep))(*args)
+    sections = [id(eqn.params["jaxpr"]) for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    assert (len(sections), len(set(sections))) == (6, 4)  # the first and the last two are not like the others
+
+
+def test_what_is_read_in_float32_is_not_the_copy():
+    loss = lambda x, w: jnp.mean((jnp.tanh(x) @ w) ** 2) + jnp.sum(jnp.exp(w))
+    args = placed(X, WEIGHTS[0])
+    jaxpr = jax.make_jaxpr(AMP(loss))(*args)
+    (read,) = (eqn.invars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "exp")
+    assert read == F32
+    assert (
+        error(jax.jit(AMP(lambda w: jnp.sum(jnp.exp(w))))(args[1]), in_float64(lambda w: jnp.sum(jnp.exp(w)), args[1]))
+        < 1e-6
+    )
+
+
+def in_a_loop(x, *weights):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack(weights))[0] ** 2)
+
+
+def in_a_checkpoint(x, *weights):
+    for w in weights:
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, w)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("loss", [in_a_loop, in_a_checkpoint])
+def test_loops_and_checkpoints_of_the_user_gather_as_they_are_told(loss):
+    args = placed(X, *WEIGHTS)
+    with_it, without = (str(jax.make_jaxpr(gradient(how, loss, 3))(*args)) for how in (AMP, WITHOUT))
+    assert with_it == without
+
+
+@pytest.mark.parametrize("mesh", [Mesh(np.asarray(jax.devices()[:1]), ("d",)), None])
+def test_on_one_device_nothing_changes(mesh):
+    args = (X, *WEIGHTS) if mesh is None else placed(X, *WEIGHTS, mesh=mesh)
+    assert not copies(jax.make_jaxpr(gradient(AMP, layers, 3))(*args))
+
+
+def test_nor_on_axes_that_are_the_user_s():
+    mesh = Mesh(np.asarray(jax.devices()), ("d",), axis_types=(AxisType.Explicit,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    assert not copies(jax.make_jaxpr(AMP(layers))(*jax.device_put((X, *WEIGHTS), everywhere)))
+    mapped = jax.shard_map(AMP(layers), mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    assert not copies(jax.make_jaxpr(mapped)(X, *WEIGHTS))
+
+
+def test_nor_where_weights_are_to_be_gathered_as_they_are():
+    policy = jaxamp.default_amp_policy | {jaxamp.COMMUNICATION: jaxamp.Communication(gather="float32")}
+    assert not copies(jax.make_jaxpr(AMP(layers, amp_policy=policy))(*placed(X, *WEIGHTS)))
+
+
+def test_under_vmap_and_in_derivatives_of_derivatives():
+    args = placed(X, *WEIGHTS)
+    many = jax.jit(jax.grad(lambda x, *ws: jnp.sum(jax.vmap(AMP(layers), (0, None, None, None))(x, *ws)), 1))
+    stacked = args[0].reshape(4, 8, 64)
+    assert error(many(stacked, *args[1:]), in_float64(jax.grad(lambda x, *ws: 4 * layers(x, *ws), 1), *args)) < 2e-2
+    ensemble = jax.jit(jax.grad(lambda x, ws: jnp.sum(jax.vmap(AMP(layers), (None, 0))(x, ws)), 1))
+    exact = in_float64(jax.grad(layers, 1), args[0], args[1])
+    assert error(ensemble(args[0], jnp.stack([args[1]] * 2))[1], exact) < 2e-2
+    along = lambda transform: lambda x, w: jax.jvp(jax.grad(transform(layers), 1), (x, w), (x, jnp.ones_like(w)))[1]
+    assert error(jax.jit(along(AMP))(*args[:2]), in_float64(along(lambda f: f), *args[:2])) < 4e-2
