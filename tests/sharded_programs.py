@@ -202,6 +202,32 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
         size, _ = batch
         return Sharded(layers(lambda w: w), both, [(square, P("t"))] * 3, (size, specs[1]), lambda t: over(t(local)))
 
+    def replicated() -> Sharded:
+        """Weights are everywhere; the derivative of `shard_map` sums their gradients."""
+        return on_mesh(mapped(layers(lambda w: w), P()), spec=P(), count=2)
+
+    def scattered_gradients() -> Sharded:
+        """Weights are everywhere; gradients are summed into parts. Each weight is read twice."""
+        twice = lambda weights, x: layers(lambda w: w)([*weights, *weights], x)
+
+        def local(weights: Any, x: Any) -> Any:
+            return [scattered(g) / devices.size for g in jax.grad(twice)(weights, x)]
+
+        over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"), check_vma=False)
+        return Sharded(twice, mesh, [(square, P())] * 2, batch, lambda transform: over(transform(local)))
+
+    def tensor_parallel() -> Sharded:
+        """Activations are summed over devices, which have parts of the hidden layer; the batch is everywhere."""
+
+        def local(weights: Any, x: Any) -> Any:
+            up, down = weights
+            return jnp.mean(jnp.tanh(lax.psum(jnp.tanh(x @ up) @ down, "d")) ** 2)
+
+        specs = P(None, "d"), P("d", None)
+        loss = jax.shard_map(local, mesh=mesh, in_specs=(list(specs), P()), out_specs=P())
+        size, _ = batch
+        return Sharded(loss, mesh, [(square, spec) for spec in specs], (size, P()))
+
     def left_to_xla() -> Sharded:
         return on_mesh(layers(lambda w: w), count=3)
 
@@ -254,6 +280,9 @@ def programs(devices: Any, width: int, rows: int) -> dict[str, Callable[[], Shar
         "averaged": functools.partial(averaged, False),
         "averaged in all": functools.partial(averaged, True),
         "averaged and gathered": averaged_and_gathered,
+        "replicated": replicated,
+        "scattered gradients": scattered_gradients,
+        "tensor parallel": tensor_parallel,
         "left to XLA": left_to_xla,
         "left, in functions": left_in_functions,
         "left, with heads": left_with_heads,
@@ -278,4 +307,5 @@ NAMES = (
 )
 RULES = ("rules", "rules that both gather", "rules with constraints")  # they gather in a `custom_vjp`
 AVERAGED = ("averaged", "averaged in all", "averaged and gathered")  # `pmean` of gradients, in what is transformed
+SUMMED = ("replicated", "scattered gradients", "tensor parallel")  # sums over devices in a `shard_map`
 LEFT = ("left to XLA", "left, in functions", "left, with heads", "left, and tied")  # XLA's partitioner gathers

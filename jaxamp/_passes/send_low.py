@@ -50,7 +50,7 @@ def operands_rounded(program: Jaxpr, setting: Setting, path: Path) -> Flags:
 
 
 def communicates(program: Jaxpr) -> bool:
-    """Whether anything in a program sends values."""
+    """Whether anything in a program sends values, or its derivative does."""
     return _communicates(program, Memo())
 
 
@@ -59,7 +59,7 @@ def _communicates(jaxpr: Jaxpr, known: Memo) -> bool:
 
     def sends(eqn: Any) -> bool:
         if (entry := describe(eqn)) is None:
-            return traits_of(eqn.primitive).communicates
+            return traits_of(eqn.primitive).communicates or takes_wire(eqn.primitive)
         return any(_communicates(body.jaxpr, known) for body in entry.bodies)
 
     return known.get(jaxpr, None, lambda: any(map(sends, open_jaxpr(jaxpr).eqns)))
@@ -117,10 +117,15 @@ class _Sender:
             return eqn, results
         if eqn.primitive is lax.convert_element_type_p:
             return eqn, (np.dtype(params["new_dtype"]) == self._low,)
-        if not traits.communicates or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):
-            return eqn, (traits.relays and all(results),) * len(eqn.invars)
+        relayed = (traits.relays and all(results),) * len(eqn.invars)
+        is_sent = traits.communicates or takes_wire(eqn.primitive)
+        if not is_sent or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):
+            return eqn, relayed
         asked = self._communication(path)
         changed = {**params, "low": self._low, "reduce": asked.reduce}
+        if not traits.communicates:  # its derivative does
+            is_low = asked.reduce != "float32" and all(results)
+            return eqn.replace(primitive=reduced_low(eqn.primitive), params=changed) if is_low else eqn, relayed
         if all(results):
             _check(eqn.primitive, asked)
             rounds = asked.gather == "compute"
@@ -149,8 +154,8 @@ class _Sender:
 def _check(primitive: Primitive, asked: Communication) -> None:
     if asked.reduce == "wire" and not takes_wire(primitive):
         raise ValueError(
-            f"The policy has reduce='wire' for {primitive.name}, where XLA sums gradients on its own; expected "
-            "lax.all_gather in a shard_map, where amp sends them. Write reduce='compute', or reduce='float32'."
+            f"The policy has reduce='wire' for {primitive.name}, where XLA sums gradients on its own; expected a "
+            "shard_map, where the program sums them. Write reduce='compute', or reduce='float32'."
         )
 
 

@@ -162,6 +162,9 @@ class Classifier:
 
     def _decide(self, eqn: Any, ins: list[Sensitivity], path: Path, solved: frozenset[Var]) -> Decision:
         found = self.lookup(path, eqn.primitive)
+        is_wide = traits_of(eqn.primitive).sums_devices and found == Found(use_original_precision, eqn.primitive)
+        if is_wide and self.lookup.communication(path).reduce != "float32":  # a word about such sums, before their rule
+            found = Found(use_inferred_precision, eqn.primitive)
         entry = describe(eqn)
         if entry is not None and not _keeps_out(found):
             read_by_solve = self._magnified.results(eqn, entry, solved)

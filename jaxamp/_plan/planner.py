@@ -23,6 +23,7 @@ from .._formats import Format, float_dtype
 from .._jaxpr import Memo
 from .._policy.rules import Replacement, ReplacingRule, Site, lowered_params, use_original_precision
 from .._primitives.matmul import Mixing, has_mixed, mixed
+from .._primitives.wide_sums import can_sum_wide, sum_wide
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 from .bodies import Entry
@@ -181,7 +182,7 @@ class Planner:
 
         steps: list[Step] = []
         kinds = self.classifier.kinds.of(jaxpr)
-        sums_low = functools.partial(self._sums_low, path)
+        sums_low = lambda eqn: self._summed_in(path, eqn) != "float32"
         through = only_returned(body, returned, sums_low) if any(returned) else set()
         is_narrow = self.formats.is_narrow
         scaled = {eqn.invars[0] for eqn in body.eqns if self._scales_down(eqn)} if is_narrow else set()
@@ -263,7 +264,9 @@ class Planner:
                 )
                 return low() if held_low and all(held_low) and representable else written()
             case Mode.EACH:
-                rounds = not (traits_of(eqn.primitive).moves or self._sums_low(asked.path, eqn))
+                if self._summed_in(asked.path, eqn) != "float32":
+                    return self._summed_low(eqn, ins, step, asked)
+                rounds = not traits_of(eqn.primitive).moves
                 formats = [f if rounds and w else v.format for v, f, w in zip(ins, original, wanted, strict=True)]
                 return step(formats, [Value(s, f) for s, f in zip(outs, formats, strict=True)])
             case Mode.BUFFER:
@@ -280,11 +283,24 @@ class Planner:
             case Mode.ENTER:
                 return self._step_into(eqn, decision, ins, asked)
 
-    def _sums_low(self, path: Path, eqn: Any) -> bool:
-        """Whether an equation sums over devices, and the policy asks for such sums in the compute dtype."""
+    def _summed_in(self, path: Path, eqn: Any) -> str:
+        """How the policy asks for sums over devices, if an equation is one."""
         if not traits_of(eqn.primitive).sums_devices:
-            return False
-        return self.setting.communication(path + scopes(eqn.source_info.name_stack)).reduce == "compute"
+            return "float32"
+        return self.setting.communication(path + scopes(eqn.source_info.name_stack)).reduce
+
+    def _summed_low(self, eqn: Any, ins: list[Value], step: Callable[..., Step], asked: "_Asked") -> Step:
+        """A sum over devices that is sent low: of what low operations made, such as gradients, held low or not."""
+        (value,) = ins
+        is_low = value.is_low or (value.sensitivity is LOW and self.formats.may_lower(eqn.invars[0]))
+        held = self.formats.low if is_low else value.format
+        is_wide = self._summed_in(asked.path, eqn) == "wire"
+        if not (is_low and is_wide and can_sum_wide(eqn.primitive, eqn.invars[0].aval, eqn.params)):
+            return step([held], [Value(value.sensitivity, held)])
+        out = self.formats.of_aval(eqn.outvars[0].aval) if asked.wanted[0] else held
+        assert out is not None
+        operation = lambda eqn, operands, params: [sum_wide(eqn.primitive, operands[0], out.dtype, params)]
+        return step([held], [Value(value.sensitivity, out)], operation=operation)
 
     def _lowered(self, atom: Any) -> Format | None:
         return self.formats.low if self.formats.may_lower(atom) else self.formats.of_aval(atom.aval)

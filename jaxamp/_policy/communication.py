@@ -28,7 +28,8 @@ class Communication:
         reduce: How gradients of parameters are summed over devices; they are float32 in any case. `"float32"`: in
             float32. `"compute"`: in the compute dtype, for half of the bytes and with its rounding; where XLA makes the
             sum, it makes one for each matmul that reads the parameter. `"wire"`: sent in the compute dtype and summed
-            in float32, for parameters that `lax.all_gather` gathers in a `shard_map`; elsewhere XLA makes the sum.
+            in float32, in a `shard_map`; elsewhere XLA makes the sum. The last two are also for the sums that a
+            program makes itself, with `psum` or `psum_scatter`, of what matmuls made.
 
     >>> Communication(reduce="compute")
     Communication(gather='compute', reduce='compute')

@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core.primitives import all_gather_p, sharding_constraint_p
+from jax.extend.core.primitives import sharding_constraint_p
 from jax.interpreters import ad, batching, mlir, xla
 
 from .._compat import Primitive
 from .._jaxpr import bind, evaluate
 from .._traits import Traits, declare
+from .wide_sums import with_wide_sums
 
 
 @functools.cache
@@ -78,10 +79,9 @@ def reduced_low(base: Primitive) -> Primitive:
 
     def transpose(ct: Any, x: Any, *, low: np.dtype, reduce: str, **params: Any) -> list[Any]:
         ct, dtype = lax.convert_element_type(ct, low), x.aval.dtype
-        if reduce == "wire":
-            return [_summed_wide(ct, dtype, **params)]
         aval = x.aval.update(dtype=low, weak_type=False)
-        (out,) = jax.linear_transpose(functools.partial(base.bind, **params), aval)(ct)
+        transposed = lambda ct: jax.linear_transpose(functools.partial(base.bind, **params), aval)(ct)[0]
+        out = with_wide_sums(transposed, ct, ct, dtype) if reduce == "wire" else transposed(ct)
         return [lax.convert_element_type(out, dtype)]
 
     _register(own, base, lower, abstract_eval)
@@ -90,19 +90,8 @@ def reduced_low(base: Primitive) -> Primitive:
 
 
 def takes_wire(base: Primitive) -> bool:
-    """Whether gradients through a primitive can be sent low and summed in float32: it must be known what is sent."""
-    return base is all_gather_p
-
-
-def _summed_wide(
-    ct: Any, dtype: np.dtype, *, all_gather_dimension: int, axis_name: Any, tiled: bool, axis_size: int, **params: Any
-) -> Any:
-    """The transpose of an `all_gather`: each device gets what all have of its part, and sums it in `dtype`."""
-    axis, groups = all_gather_dimension, params["axis_index_groups"]
-    parts = lax.all_to_all(ct, axis_name, axis, axis, axis_index_groups=groups, tiled=True)
-    if tiled:
-        parts = parts.reshape(*parts.shape[:axis], axis_size, -1, *parts.shape[axis + 1 :])
-    return lax.convert_element_type(parts, dtype).sum(axis)
+    """Whether gradients through a primitive are summed by an equation of the program, and not by XLA's partitioner."""
+    return base.name in ("all_gather", "pvary")
 
 
 def _register(own: Primitive, base: Primitive, lower: Callable[..., Any], abstract_eval: Callable[..., Any]) -> None:

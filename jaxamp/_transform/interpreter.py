@@ -207,7 +207,7 @@ class Interpreter:
         returned: Sequence[bool] = (),
     ) -> Plan:
         """Plan the jaxpr of a derivative rule. The values that it saves are wanted small."""
-        reduces_low = self._planner.setting.communication(path).reduce == "compute"
+        reduces_low = self._planner.setting.communication(path).reduce != "float32"
         own = [each and not reduces_low for each in returned] or [False] * len(open_jaxpr(jaxpr).outvars)
         outs = [Want.LAST if each else Want.LOW for each in own]
         return self._planner.plan(jaxpr, ins, outs, path, returned=own, magnified=magnified)

@@ -37,7 +37,7 @@ def arguments(program):
     return (made, x), (placed, jax.device_put(x, batch.sharding))
 
 
-OTHERS = (*sharded_programs.RULES, *sharded_programs.AVERAGED, *sharded_programs.LEFT)
+OTHERS = (*sharded_programs.RULES, *sharded_programs.AVERAGED, *sharded_programs.SUMMED, *sharded_programs.LEFT)
 
 
 @both
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_one_device(name, low):
         assert error(g, e) < 2e-2
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "tensor parallel"])  # it sums activations
 def test_gradients_are_not_rounded_before_the_sum(name):
     program = programs()[name]()
     jaxpr = jax.make_jaxpr(program.gradient(AMP))(*program.specs())
@@ -119,6 +119,11 @@ def test_what_something_else_reads_is_sent_as_it_is(fn):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(AMP(fn))(W, X), jax.jit(WITHOUT(fn))(W, X))
 
 
+WIRED = (
+    *("shard_map", "scan and remat in a shard_map", "rules", "rules that both gather"),
+    *sharded_programs.AVERAGED,
+    *sharded_programs.SUMMED,
+)
 REDUCED = {
     reduce: functools.partial(
         AMP,
@@ -130,8 +135,7 @@ REDUCED = {
 
 @pytest.mark.parametrize(
     ("name", "reduce"),
-    [(name, "compute") for name in (*sharded_programs.NAMES, *OTHERS)]
-    + [(name, "wire") for name in ("shard_map", "scan and remat in a shard_map")],
+    [(name, "compute") for name in (*sharded_programs.NAMES, *OTHERS)] + [(name, "wire") for name in WIRED],
 )
 def test_gradients_that_are_sent_low_are_near(name, reduce):
     program = programs()[name]()
@@ -160,9 +164,67 @@ def test_the_sum_over_devices_is_rounded_once_or_not_at_all():
     assert (np.abs(gradient("compute") - exact) > 2.0**-10).all()
 
 
+def test_a_sum_that_the_user_writes_is_rounded_before_and_after():
+    """The same sum, on all devices and in parts, of matmuls' results."""
+    mesh, split = Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec("d")
+    x = jnp.repeat(jnp.asarray([1.0, *[2.0**-9] * 7], jnp.float32)[:, None], 8, axis=0)  # eight rows for each device
+    exact = np.float32(1.0 + 7 * 2.0**-9)
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), split))
+
+    def result(reduce, summed, out_specs):
+        fn = REDUCED[reduce](over(lambda w, x: summed(x @ w), out_specs=out_specs))
+        return np.asarray(jax.jit(fn)(jnp.ones((1, 3)), x))
+
+    whole = functools.partial(result, summed=lambda y: lax.psum(y, "d"), out_specs=PartitionSpec())
+    parts = functools.partial(result, summed=lambda y: lax.psum_scatter(y, "d", tiled=True), out_specs=split)
+    assert (whole("float32") == exact).all()
+    assert (whole("wire") == rounded(exact)).all()
+    for reduce in ("float32", "wire"):
+        assert (parts(reduce) == exact).all()
+    assert parts("wire").dtype == whole("wire").dtype == F32
+
+
+@pytest.mark.parametrize("reduce", ["compute", "wire"])
+@pytest.mark.parametrize("name", [*sharded_programs.AVERAGED, *sharded_programs.SUMMED])
+def test_in_float16_the_word_goes_before_the_rule_for_sums(name, reduce):
+    program = programs()[name]()
+    jaxpr = jax.make_jaxpr(program.gradient(lambda f: REDUCED[reduce](f, compute_dtype=jnp.float16)))(*program.specs())
+    sums = [eqn for eqn in equations(jaxpr) if traits_of(eqn.primitive).sums_devices and eqn.invars[0].aval.ndim > 1]
+    assert sums
+    assert {eqn.invars[0].aval.dtype.name for eqn in sums} == {"float16"}
+    assert {eqn.primitive.name.endswith("_wide") for eqn in sums} == {reduce == "wire"}
+
+
+def test_what_was_not_made_by_low_operations_is_summed_as_it_is():
+    mesh, split = Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec("d")
+    counts = functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=PartitionSpec())
+    x = jnp.arange(64.0).reshape(8, 8) * 1.001
+    for reduce in ("compute", "wire"):
+        found = jax.make_jaxpr(REDUCED[reduce](counts(lambda x: lax.psum(jnp.exp(x), "d"))))(x)
+        (sum_,) = (eqn for eqn in equations(found) if traits_of(eqn.primitive).sums_devices)
+        assert sum_.invars[0].aval.dtype == F32
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["d", ("d", "t")])
+def test_wide_sums_of_any_size_over_one_axis_or_two(axes, check_vma):
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("d", "t"))
+    specs = PartitionSpec(), PartitionSpec(axes)
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=check_vma)
+    w, x = normal(3, 5, 7), normal(4, 24, 5)
+    summed = over(lambda w, x: lax.psum(x @ w, axes), out_specs=PartitionSpec())
+    loss = lambda transform: lambda w, x: jnp.sum(transform(summed)(w, x) ** 2)
+    found = jax.jit(jax.value_and_grad(loss(REDUCED["wire"])))(w, x)
+    exact = in_float64(jax.value_and_grad(loss(lambda f: f)), w, x)
+    assert error(found[0], exact[0]) < 2e-2
+    assert error(found[1], exact[1]) < 2e-2
+    many = jnp.stack([w, 2.0 * w])
+    np.testing.assert_allclose(jax.vmap(REDUCED["wire"](summed), (0, None))(many, x)[0], summed(w, x), atol=0.1)
+
+
 def test_a_sum_that_xla_makes_can_not_be_sent_low_and_made_in_float32():
     program = programs()["constraint"]()
-    with raises(ValueError, "reduce='wire' for sharding_constraint", "expected", "lax.all_gather", "Write reduce="):
+    with raises(ValueError, "reduce='wire' for sharding_constraint", "expected a shard_map", "Write reduce="):
         jax.make_jaxpr(REDUCED["wire"](program.loss))(*program.specs())
 
 

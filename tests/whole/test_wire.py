@@ -19,9 +19,9 @@ SIDES = {
     "cast": {"cast": True},
 }
 MAPPED = ["shard_map", "scan and remat in a shard_map"]
-AVERAGED, LEFT = sharded_programs.AVERAGED, sharded_programs.LEFT
+AVERAGED, LEFT, SUMMED = sharded_programs.AVERAGED, sharded_programs.LEFT, sharded_programs.SUMMED
 ONLY = {  # sides that are asked of some programs alone
-    "low wire": MAPPED,
+    "low wire": [*MAPPED, *AVERAGED, *SUMMED],
     "fp8": ["constraint", "in a scan"],
     "wide gathers": GATHERED,
     "cast": LEFT[:1],
@@ -33,7 +33,7 @@ def answers():
     why = gpu_compiler.why_not(any_jax=True)
     if why:
         pytest.skip(why)
-    names = (*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED, *LEFT)
+    names = (*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED, *SUMMED, *LEFT)
     asked = [(name, side) for name in names for side in SIDES if name in ONLY.get(side, [name])]
     questions = [["wire", name, SIDES[side]] for name, side in asked]
     return dict(zip(asked, gpu_compiler.ask(questions), strict=True))
@@ -61,7 +61,7 @@ def test_weights_are_gathered_low_and_gradients_are_summed_in_float32(answers, n
         assert ("sum", "bfloat16") not in found
 
 
-@pytest.mark.parametrize("name", [*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED, *LEFT])
+@pytest.mark.parametrize("name", [*sharded_programs.NAMES, *sharded_programs.RULES, *AVERAGED, *SUMMED, *LEFT])
 def test_there_are_no_more_collectives_than_in_float32(answers, name):
     count = lambda rows: collections.Counter(kind for kind, *_ in rows)
     assert not count(answers[name, "amp"]) - count(answers[name, "float32"])
@@ -98,6 +98,19 @@ def test_gradients_are_sent_low_and_summed_in_float32(answers, name):
     assert {(kind, dtype) for kind, dtype, *_ in rows} == {("all-gather", "bfloat16"), ("all-to-all", "bfloat16")}
     size = lambda rows, kind: sum(row[2] for row in rows if row[0] == kind)
     assert size(rows, "all-to-all") * 2 == size(answers[name, "float32"], "reduce-scatter")
+
+
+@pytest.mark.parametrize("name", [*AVERAGED, *SUMMED])
+def test_sums_that_the_user_writes_are_sent_low_and_made_in_float32(answers, name):
+    written, low, found = (answers[name, side] for side in ("float32", "low sums", "low wire"))
+    arrays = [row for row in found if row[2] > 8]
+    assert {dtype for _, dtype, *_ in arrays} == {"bfloat16"}
+    assert {kind for kind, *_ in arrays} == {"all-to-all", "all-gather"} - (
+        {"all-gather"} if name == "scattered gradients" else set()
+    )
+    summed = {row[1] for row in low if row[0] in ("all-reduce", "reduce-scatter") and row[2] > 8}
+    assert summed == {"bfloat16"}
+    assert sum(sent(low).values()) <= sum(sent(written).values()) / 2 + 64
 
 
 @pytest.mark.parametrize("name", ONLY["fp8"])
