@@ -26,10 +26,13 @@ Moves = tuple[tuple[Primitive, tuple[tuple[str, Any], ...]], ...]  # primitives 
 
 def _copied(x: Any, *, low: np.dtype, moves: Moves) -> Any:
     """Rounded, and then transposed, reshaped, and so on."""
-    out = lax.convert_element_type(x, low)
+    return _moved(lax.convert_element_type(x, low), moves)
+
+
+def _moved(x: Any, moves: Moves) -> Any:
     for primitive, params in moves:
-        out = primitive.bind(out, **dict(params))
-    return out
+        x = primitive.bind(x, **dict(params))
+    return x
 
 
 def _value(x: Any, copy: Any) -> Any:
@@ -52,16 +55,27 @@ def _with_copy_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any
     return WITH_COPY.bind(*primals), tangents[0]
 
 
-def _batched(fun: Any, axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    return jax.vmap(functools.partial(fun, **params), dims, axis_size=axis_data.size)(*operands), 0
+def _copied_batch(axis_data: Any, operands: Any, dims: Any, *, low: np.dtype, moves: Moves) -> tuple[Any, Any]:
+    if dims[0] is None:
+        return LOW_COPY.bind(*operands, low=low, moves=moves), None
+    copy = LOW_COPY.bind(operands[0], low=low, moves=())
+    return jax.vmap(lambda x: _moved(x, moves), dims)(copy), 0
+
+
+def _with_copy_batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any]:
+    if all(dim is None for dim in dims):
+        return WITH_COPY.bind(*operands), None
+    first = [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in zip(operands, dims, strict=True)]
+    return WITH_COPY.bind(*first), 0
 
 
 for primitive, fun in ((LOW_COPY, _copied), (WITH_COPY, _value)):
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    batching.fancy_primitive_batchers[primitive] = functools.partial(_batched, fun)
     declare(primitive, Traits(elementwise=True, passes_on=True, shown_as="convert_element_type", jet=jet_of(fun)))
 LOW_COPY.def_abstract_eval(_copied_aval)
 WITH_COPY.def_abstract_eval(lambda x, copy: x)
+batching.fancy_primitive_batchers[LOW_COPY] = _copied_batch
+batching.fancy_primitive_batchers[WITH_COPY] = _with_copy_batch
 ad.primitive_jvps[LOW_COPY] = _copied_jvp
 ad.primitive_jvps[WITH_COPY] = _with_copy_jvp
