@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, quick compilation, and strict promotion where a test asks for nothing else."""
 
+import gc
 import os
 import re
 from importlib.metadata import version
@@ -10,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")  # newer ones have none
 )
 
@@ -39,10 +41,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(soak_plugin, "soak")
+    gc.set_threshold(200_000, 20, 20)  # traces make many objects that live on, and a full collection looks at them all
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 class _Together(LoadScopeScheduling):
-    """Tests that share what is slow to make run in one process: of a program, a model, two processes, a browser."""
+    """Tests that share what is slow to make run in one process: of a program, a model, two processes, a wheel."""
 
     def _split_scope(self, nodeid: str) -> str:
         program = re.search(r"test_laws\.py::\w+\[(.+)-b?float\d+\]", nodeid)
@@ -54,7 +62,7 @@ class _Together(LoadScopeScheduling):
         return next((name for name in _SHARING if name in nodeid), nodeid)
 
 
-_SHARING = ("test_distributed.py", "test_processes.py", "test_html_in_a_browser.py")
+_SHARING = ("test_distributed.py", "test_processes.py", "test_html_in_a_browser.py", "test_packaging.py")
 
 
 # The groups of `--dist loadgroup` have no effect with pytest 9.2 and pytest-xdist 3.8.

@@ -45,12 +45,15 @@ def run_page(page):
 
 
 WITH_CODE = [page for page in PAGES if "```python" in text_of(page)]
+FIRST = ("quick-start", "loss-scaling", "debugging", "devices", "memory")  # the others are slow together
+
+
+def marks_of(page):
+    return [pytest.mark.models] * (page in NEEDS) + [pytest.mark.slow] * (page not in (*NEEDS, *FIRST))
 
 
 @pytest.mark.promotes
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.models] * (page in NEEDS)) for page in WITH_CODE]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in WITH_CODE])
 def test_the_code_of_a_page_runs_as_written(page, tmp_path, monkeypatch):
     if page in NEEDS:
         monkeypatch.setenv("KERAS_BACKEND", "jax")

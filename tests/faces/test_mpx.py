@@ -572,6 +572,7 @@ def readme(module):
     return types.SimpleNamespace(**namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.promotes
 def test_the_readmes_training_step_runs(peer):
     keys = jax.random.split(jax.random.key(0), 4)

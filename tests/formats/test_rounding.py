@@ -60,6 +60,7 @@ def test_values_are_those_of_the_dtype(name):
     assert jaxamp.format(name).values().tolist() == np.unique(every[np.isfinite(every)]).tolist()
 
 
+@pytest.mark.slow
 def test_compiled_is_as_not_compiled():
     formats = [
         *list(SMALL.values())[::2],

@@ -94,6 +94,7 @@ def test_with_64_bits_the_reference_is_float64():
     assert compare(loss, compute_dtype=jnp.float32)(PARAMS, X).operations[0].error.relative == 0
 
 
+@pytest.mark.slow
 def test_a_scaler_saves_gradients_from_underflow():
     def small(params, x):
         return 1e-7 * loss(params, x)

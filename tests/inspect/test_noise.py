@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import both, normal
+from helpers import BF16, F16, both, normal
 
 from jaxamp import assert_amp_close, compare
 from jaxamp._inspect.comparison import Compared, Error
@@ -51,7 +51,7 @@ ZERO = (
 )
 
 
-@both
+@pytest.mark.parametrize("low", [BF16, pytest.param(F16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", ZERO, ids=lambda fn: fn.__name__)
 def test_a_gradient_that_is_zero_raises_no_alarm(fn, low):
     with jax.enable_x64(True):
@@ -62,6 +62,7 @@ def test_a_gradient_that_is_zero_raises_no_alarm(fn, low):
     assert row.error.relative == 0
 
 
+@pytest.mark.slow
 def test_a_note_names_it_and_with_64_bits_too():
     assert_amp_close(bias_of_keys, (BIAS, X, W), compute_dtype=jnp.bfloat16)
     found = compare(bias_of_keys, compute_dtype=jnp.bfloat16)(BIAS, X, W)

@@ -569,6 +569,7 @@ def test_the_device_and_the_line_in_a_shard_map(check_vma):
     assert "In 1 of 8 shards: device 4 (data 2, model 0)" in str(event)
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_device_in_the_backward_pass_of_a_shard_map():
     def body(w, x):
         scale = jnp.where(lax.axis_index("data") == 3, 1e6, 1.0)

@@ -311,6 +311,7 @@ def test_master_weights_are_float32_training(dtype, bits):
 DTYPES = "bfloat16 or float16, as when the state was made", r"Write params = optax.apply_updates\(params, updates\)"
 
 
+@pytest.mark.slow
 def test_parameters_that_became_float32_are_refused():
     """`eqx.apply_updates` adds without a cast."""
     params = {"w": jnp.ones((4, 32), BF16)}

@@ -127,6 +127,7 @@ def test_what_is_run_does_not_depend_on_what_was_traced_before(net):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [jax.jit(lambda x: jax.nn.relu(x) * 2), jax.nn.softplus])
 def test_nor_on_what_was_run_without_a_gradient(fn):
     def net(w, x):

@@ -48,7 +48,10 @@ def overflowing_scaler():
     return jaxamp.DynamicScalerState(scaler=jnp.float32(2.0**24))
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
+EAGER_TOO = [pytest.param(False, marks=pytest.mark.slow, id="eager"), pytest.param(True, id="nnx.jit")]
+
+
+@pytest.mark.parametrize("jitted", EAGER_TOO)
 @pytest.mark.parametrize("redo", [0, 12])
 def test_state_moves_once_as_in_float32(redo, jitted):
     def step(model, scaler, x, y):
@@ -90,7 +93,7 @@ def test_aux_keywords_and_a_model_in_a_dict():
     assert int(model.drop.rngs.count[...]) == 2
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("jitted", EAGER_TOO)
 @pytest.mark.parametrize("state_if_finite", [False, True])
 def test_a_skipped_step(state_if_finite, jitted):
     def step(model, optimizer, scaler, x, y):

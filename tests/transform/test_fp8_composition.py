@@ -110,7 +110,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("cond", "scan"))) for name in PROGRAMS]
+)
 def test_forward_mode(name):
     """Tangents stay in the compute dtype, and are those of the rounded operands."""
     fn = PROGRAMS[name]

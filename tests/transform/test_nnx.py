@@ -515,6 +515,7 @@ def without_keys(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
 
 
+@pytest.mark.slow
 def test_tools_look_at_a_model_and_leave_it_as_it_is():
     class Small(nnx.Module):
         def __init__(self, rngs):
