@@ -24,9 +24,11 @@ from .._traits import Traits, declare, traits_of
 
 
 def can_sum_wide(primitive: Primitive, aval: Any, params: dict[str, Any]) -> bool:
-    """Whether there is a wide form of a sum over devices: of an array, over named axes."""
-    named = not any(isinstance(axis, int) for axis in _axes(params))
-    return traits_of(primitive).sums_devices and named and aval.ndim > 0
+    """Whether there is a wide form of a sum over devices: of an array, over named axes or groups of one size."""
+    if not traits_of(primitive).sums_devices or aval.ndim == 0:
+        return False
+    sizes = set(map(len, params.get("axis_index_groups") or ()))
+    return len(sizes) <= 1 and not any(isinstance(axis, int) for axis in _axes(params))
 
 
 def sum_wide(base: Primitive, x: Any, dtype: np.dtype, params: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ def run_page(page):
 
 
 WITH_CODE = [page for page in PAGES if "```python" in text_of(page)]
-FIRST = ("quick-start", "loss-scaling", "debugging", "devices", "memory")  # the others are slow together
+FIRST = ("quick-start", "devices", "memory")  # the others are slow together
 
 
 def marks_of(page):

@@ -461,6 +461,7 @@ def readme(import_line, last=8):
     return names
 
 
+@pytest.mark.slow
 def test_the_readmes_policies_and_static_scale_run_as_with_jmp(peer):
     theirs = run(peer, lambda m: readme("import jmp\n", last=6))
     ours = run(jmp, lambda m: readme("from jaxamp import jmp\n", last=6))
@@ -469,6 +470,7 @@ def test_the_readmes_policies_and_static_scale_run_as_with_jmp(peer):
     assert isinstance(ours["loss_scale"], jmp.StaticLossScale)
 
 
+@pytest.mark.slow
 def test_the_readmes_dynamic_and_no_op_scales_run(peer):
     with pytest.raises(TypeError):
         run(peer, lambda m: readme("import jmp\n"))

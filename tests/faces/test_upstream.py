@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from helpers import dtypes_of, matmul_dtypes
 
 import jaxamp
@@ -112,6 +113,7 @@ def test_the_documented_train_step_learns():
     assert (int(scaler.count), int(scaler.total_resets)) == (20, 0)
 
 
+@pytest.mark.slow
 def test_the_documented_short_form():
     def loss(model, minibatch):
         return loss_fn(model, minibatch)[0]

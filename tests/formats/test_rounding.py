@@ -112,6 +112,7 @@ def test_without_subnormals_as_reduce_precision(exponent, mantissa):
     assert_same(quantize(x, format), lax.reduce_precision(jnp.asarray(x), exponent, mantissa), x)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 5),

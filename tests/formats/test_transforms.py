@@ -51,6 +51,7 @@ def test_derivatives_pass_straight_through(format):
     assert_same_bits(jax.vmap(jax.grad(fn, has_aux=True))(x, w)[0], w)
 
 
+@pytest.mark.slow
 def test_derivatives_through_scales_and_checkpoints():
     fn = lambda x, s: jnp.sum(jax.checkpoint(lambda x: emulate(x, jaxamp.format("e4m3"), scale=s) ** 2)(x))
     x = normal(0, 8)

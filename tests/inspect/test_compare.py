@@ -216,6 +216,7 @@ def test_text_and_dictionary():
     assert read["gradients"][0]["error"]["snr_db"] == pytest.approx(found.gradients[0].error.snr_db)
 
 
+@pytest.mark.slow
 def test_pictures(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")

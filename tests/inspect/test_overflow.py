@@ -529,12 +529,14 @@ def test_the_shards_that_overflow_are_named():
     assert json.loads(json.dumps(report.to_dict()))["events"][0]["shards"][1]["devices"] == [5]
 
 
+@pytest.mark.slow
 def test_devices_that_have_the_same_shard_are_named_together():
     (shard,) = find_overflow(two_matmuls)(placed(W), placed(ROWS, "data")).first.shards
     assert shard == ("[8:12, :]", (4, 5), {"data": 2})
     assert str(shard) == "[8:12, :] on devices 4, 5 (data 2)"
 
 
+@pytest.mark.slow
 def test_an_overflow_in_all_shards_and_one_in_an_array_that_is_not_split():
     report = find_overflow(two_matmuls)(placed(W), placed(jnp.full((16, 8), 600.0), "data"))
     assert "In all 4 shards" in str(report.first)

@@ -137,6 +137,7 @@ def test_quantize_once_takes_any_arguments():
         jaxamp.quantize_once(3)
 
 
+@pytest.mark.slow
 def test_vmap_and_second_derivatives():
     step = jax.grad(amp(batches(mlp)))
     mapped = jax.vmap(step, (None, 0))(WS, jnp.stack([XS, XS]))

@@ -374,6 +374,7 @@ def test_a_checkpoint_or_an_effect_elsewhere_leaves_the_sections():
             assert found.after <= plain.after + 8
 
 
+@pytest.mark.slow
 def test_scans_inside_of_scans_keep_little_too():
     def fn(params, x):
         inner = lambda x, _: (x + jax.nn.gelu(x @ params["up"]) @ params["down"], None)

@@ -222,6 +222,23 @@ def test_wide_sums_of_any_size_over_one_axis_or_two(axes, check_vma):
     np.testing.assert_allclose(jax.vmap(REDUCED["wire"](summed), (0, None))(many, x)[0], summed(w, x), atol=0.1)
 
 
+@pytest.mark.parametrize("groups", [[[0, 3, 5, 6], [1, 2, 4, 7]], [[0, 1], [2, 3, 4, 5, 6, 7]]])
+def test_groups_of_devices_sum_for_themselves(groups):
+    mesh, split = Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec("d")
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split)
+    fn = over(lambda w, x: lax.psum(x @ w, "d", axis_index_groups=groups), check_vma=False)
+    w, x = normal(3, 5, 7), normal(4, 24, 5)
+    jaxpr = jax.make_jaxpr(REDUCED["wire"](fn))(w, x)
+    is_wide = any(eqn.primitive.name == "psum_wide" for eqn in equations(jaxpr))
+    assert is_wide == (len(groups[0]) == len(groups[1]))
+    found = jax.jit(REDUCED["wire"](fn))(w, x)
+    exact = np.zeros((8, 3, 7))
+    parts = np.asarray(x, np.float64).reshape(8, 3, 5) @ np.asarray(w, np.float64)
+    for group in groups:
+        exact[group] = parts[group].sum(0)
+    assert error(found, exact.reshape(24, 7)) < 2e-2
+
+
 def test_a_sum_that_xla_makes_can_not_be_sent_low_and_made_in_float32():
     program = programs()["constraint"]()
     with raises(ValueError, "reduce='wire' for sharding_constraint", "expected a shard_map", "Write reduce="):

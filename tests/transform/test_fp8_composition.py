@@ -66,6 +66,7 @@ def test_an_nnx_model_in_fp8(name):
     assert set(report.matmul_flops) == {"e4m3", "e5m2", "bfloat16"}  # gradients of convolutions are multiplied so
 
 
+@pytest.mark.slow
 @pytest.mark.promotes
 @pytest.mark.parametrize("scaling", ["current", "delayed"])
 def test_an_nnx_model_trains(scaling):
@@ -136,6 +137,7 @@ def test_tangents_are_multiplied_in_the_compute_dtype():
     assert {"quantize", "dot_general_with_quantized"} <= kinds
 
 
+@pytest.mark.slow
 def test_linearize_and_jacfwd():
     f = jaxamp.amp(lambda ws, x: jnp.tanh(x @ ws[0]) @ ws[1], amp_policy=policy())
     along = lambda x: f(WS, x)
