@@ -92,7 +92,7 @@ class _Rewriter:
         body = open_jaxpr(jaxpr)
         operands = enumerate(zip(body.invars, shared, strict=True))
         self._origins = {v: _Origin(i, ()) for i, (v, is_shared) in operands if is_shared}
-        self._sent = set[Var]()  # operands that are sent or rounded, and then moved perhaps
+        self._sent = set[Var]()  # operands that are sent or rounded
         for eqn in body.eqns:
             self._follow(eqn)
         self._read_again = {

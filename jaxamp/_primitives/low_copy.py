@@ -7,7 +7,7 @@ copy has no derivative.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,13 +69,14 @@ def _with_copy_batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any
     return WITH_COPY.bind(*first), 0
 
 
-for primitive, fun in ((LOW_COPY, _copied), (WITH_COPY, _value)):
+def _register(primitive: Primitive, fun: Callable[..., Any], aval: Any, jvp: Any, batch: Any) -> None:
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(aval)
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    batching.fancy_primitive_batchers[primitive] = batch
     declare(primitive, Traits(elementwise=True, passes_on=True, shown_as="convert_element_type", jet=jet_of(fun)))
-LOW_COPY.def_abstract_eval(_copied_aval)
-WITH_COPY.def_abstract_eval(lambda x, copy: x)
-batching.fancy_primitive_batchers[LOW_COPY] = _copied_batch
-batching.fancy_primitive_batchers[WITH_COPY] = _with_copy_batch
-ad.primitive_jvps[LOW_COPY] = _copied_jvp
-ad.primitive_jvps[WITH_COPY] = _with_copy_jvp
+
+
+_register(LOW_COPY, _copied, _copied_aval, _copied_jvp, _copied_batch)
+_register(WITH_COPY, _value, lambda x, copy: x, _with_copy_jvp, _with_copy_batch)

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import Primitive
 from .._jaxpr import bind, evaluate
 from .._traits import Traits, declare
+from .matmul import batching_rule
 from .wide_sums import with_wide_sums
 
 
@@ -81,7 +82,7 @@ def reduced_low(base: Primitive) -> Primitive:
         ct, dtype = lax.convert_element_type(ct, low), x.aval.dtype
         aval = x.aval.update(dtype=low, weak_type=False)
         transposed = lambda ct: jax.linear_transpose(functools.partial(base.bind, **params), aval)(ct)[0]
-        out = with_wide_sums(transposed, ct, ct, dtype) if reduce == "wire" else transposed(ct)
+        out = with_wide_sums(transposed, ct, dtype) if reduce == "wire" else transposed(ct)
         return [lax.convert_element_type(out, dtype)]
 
     _register(own, base, lower, abstract_eval)
@@ -107,13 +108,8 @@ _OURS = ("low", "reduce")  # parameters that the base does not have
 
 def _batch(base: Primitive, own: Primitive, axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
     """The base's rule, with our primitive in place of the base."""
-    found: list[Any] = []
     more = {name: params.pop(name) for name in _OURS if name in params}
-
-    def rule(x: Any) -> Any:
-        out, dim = batching.fancy_primitive_batchers[base](axis_data, [x], dims, **params)
-        found.append(dim)
-        return out
+    rule, found = batching_rule(base, axis_data, dims, params)
 
     def apply(eqn: Any, ins: list[Any]) -> Any:
         return bind(eqn.replace(primitive=own), ins, **more) if eqn.primitive is base else bind(eqn, ins)

@@ -4,12 +4,13 @@
 
 Each device gets what all have of its part, and sums it in float32. A `psum` then gathers the parts, low again, so each
 entry is rounded once before the sum and once after it, however many devices there are. The bytes on the wire are those
-of a sum in the compute dtype. The law: type and derivative are those of the base, but for the dtype of the result,
-which is asked for.
+of a sum in the compute dtype. The law: the result and the derivative are those of the base, in the dtype that the
+caller asks for.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import Primitive
 from .._jaxpr import bind, evaluate
 from .._traits import Traits, declare, traits_of
+from .matmul import batching_rule
 
 
 def can_sum_wide(primitive: Primitive, aval: Any, params: dict[str, Any]) -> bool:
@@ -36,8 +38,8 @@ def sum_wide(base: Primitive, x: Any, dtype: np.dtype, params: dict[str, Any]) -
     return _wide(base).bind(x, dtype=dtype, **params)
 
 
-def with_wide_sums(fun: Any, aval: Any, x: Any, dtype: np.dtype) -> Any:
-    """The one result of a linear `fun` of `x`, traced on `aval`, with wide sums in place of its sums over devices.
+def with_wide_sums(fun: Callable[[Any], Any], x: Any, dtype: np.dtype) -> Any:
+    """The one result of a linear `fun` of `x`, with wide sums in place of its sums over devices.
 
     All other operations of such a function move entries, in any dtype, or add results.
     """
@@ -46,7 +48,7 @@ def with_wide_sums(fun: Any, aval: Any, x: Any, dtype: np.dtype) -> Any:
         is_sum = can_sum_wide(eqn.primitive, ins[0], eqn.params)
         return [sum_wide(eqn.primitive, ins[0], dtype, eqn.params)] if is_sum else bind(eqn, ins)
 
-    (out,) = evaluate(jax.make_jaxpr(fun)(aval), [x], apply)
+    (out,) = evaluate(jax.make_jaxpr(fun)(x), [x], apply)
     return out
 
 
@@ -71,17 +73,11 @@ def _wide(base: Primitive) -> Primitive:
         low = x.aval.dtype
         ct = lax.convert_element_type(ct, low)
         fun = lambda ct: jax.linear_transpose(functools.partial(base.bind, **params), x.aval)(ct)[0]
-        return [with_wide_sums(fun, ct, ct, low)]
+        return [with_wide_sums(fun, ct, low)]
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, dtype: np.dtype, **params: Any) -> tuple[Any, Any]:
-        found: list[Any] = []
-
-        def rule(x: Any) -> Any:
-            out, dim = batching.fancy_primitive_batchers[base](axis_data, [x], dims, **params)
-            found.append(dim)
-            return out
-
-        out = with_wide_sums(rule, operands[0], operands[0], dtype)
+        rule, found = batching_rule(base, axis_data, dims, params)
+        out = with_wide_sums(rule, operands[0], dtype)
         return lax.convert_element_type(out, dtype), found[-1]
 
     own.def_effectful_abstract_eval(abstract_eval)

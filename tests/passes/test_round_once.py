@@ -149,6 +149,11 @@ def test_nor_on_axes_that_are_the_user_s():
     assert not copies(jax.make_jaxpr(mapped)(X, *WEIGHTS))
 
 
+def test_nor_where_only_jit_knows_the_mesh():
+    step = jax.jit(gradient(AMP, layers, 3), in_shardings=NamedSharding(MESH, PartitionSpec("d")))
+    assert not copies(step.trace(X, *WEIGHTS).jaxpr)
+
+
 def test_nor_where_weights_are_to_be_gathered_as_they_are():
     policy = jaxamp.default_amp_policy | {jaxamp.COMMUNICATION: jaxamp.Communication(gather="float32")}
     assert not copies(jax.make_jaxpr(AMP(layers, amp_policy=policy))(*placed(X, *WEIGHTS)))
