@@ -112,10 +112,7 @@ def test_what_is_read_in_float32_is_not_the_copy():
     jaxpr = jax.make_jaxpr(AMP(loss))(*args)
     (read,) = (eqn.invars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "exp")
     assert read == F32
-    assert (
-        error(jax.jit(AMP(lambda w: jnp.sum(jnp.exp(w))))(args[1]), in_float64(lambda w: jnp.sum(jnp.exp(w)), args[1]))
-        < 1e-6
-    )
+    assert len(copies(jaxpr)) == 1  # for the matmul
 
 
 def in_a_loop(x, *weights):
