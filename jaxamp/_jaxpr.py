@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax.sharding import AxisType
 
 from ._compat import (
     EARLY_INLINE,
@@ -164,6 +165,14 @@ def make_room(jaxpr: Jaxpr) -> None:
 def _depth(jaxpr: Jaxpr, known: "Memo") -> int:
     inside = (body for eqn in open_jaxpr(jaxpr).eqns for body in jec.jaxprs_in_params(eqn.params))
     return known.get(jaxpr, None, lambda: 1 + max((_depth(body, known) for body in inside), default=0))
+
+
+def is_on_mesh(aval: Any, *kinds: AxisType) -> bool:
+    """Whether an array is on a mesh of several devices along axes of these kinds, and so may be split over them."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return False
+    return any(kind in kinds and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
 
 
 def along(fun: Callable[..., Any], operands: Sequence[Any], which: Sequence[int]) -> Callable[..., Any]:

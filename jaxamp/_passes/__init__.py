@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 from .._compat import Jaxpr
 from .._plan.plan import Plan, Setting
+from .alignment import align_matmuls
+from .choices import choose_low
 from .cotangents import share_cotangents
 from .hoist_quantized import hoist_quantized
 from .layouts import order_results
 from .masks import spread_masks
 from .norms import round_norm_cotangents
-from .pools import pool_low
 from .recompute import recompute
 from .round_once import round_once
 from .send_low import send_low
@@ -27,9 +28,10 @@ JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,
     order_results,
+    align_matmuls,
     low_softmaxes,
     hold_streams_low,
-    pool_low,
+    choose_low,
     round_norm_cotangents,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )

@@ -40,7 +40,7 @@ from .._plan.bodies import functions_in, with_bodies
 from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
-from .._plan.residuals import is_work, makes_complex
+from .._plan.residuals import is_cheap_or_activation, is_work, makes_complex
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -189,8 +189,10 @@ class _Cutter:
         places = []
         for a, b in itertools.pairwise(matmuls):
             place = min(range(a, b), key=alive.__getitem__)
-            while alive[place + 1] == alive[place] and traits_of(eqns[place + 1].primitive).passes_on:
-                place += 1  # a layout belongs to the matmul before it
+            # A cast belongs to the matmul before it, and an activation to a sum: only its result is read twice.
+            may_follow = _passes_on if place == a else is_cheap_or_activation
+            while alive[place + 1] == alive[place] and may_follow(eqns[place + 1]):
+                place += 1
             places.append(place)
         ends = []
         for k, place in enumerate(places):
@@ -198,6 +200,10 @@ class _Cutter:
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends
+
+
+def _passes_on(eqn: Any) -> bool:
+    return traits_of(eqn.primitive).passes_on
 
 
 def _with_results(body: Jaxpr, sections: Sequence[_Section]) -> Iterator[tuple[_Section, list[Var]]]:

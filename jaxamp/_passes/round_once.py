@@ -14,11 +14,12 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
+from .._jaxpr import is_on_mesh
 from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
@@ -36,7 +37,8 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     body, low = open_jaxpr(program), setting.formats.compute_dtype
     if not setting.formats.narrows or setting.communication(()).gather != "compute":
         return program
-    new = _rewritten(program, tuple(_is_on_mesh(v) and setting.formats.may_lower(v) for v in body.invars), low)
+    shared = (is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
+    new = _rewritten(program, tuple(shared), low)
     if not new.wanted:
         return program
     inside, like = open_jaxpr(new.jaxpr), body.eqns[0]
@@ -52,15 +54,6 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
         for (operand, moves), copy in zip(new.wanted, inside.invars[len(body.invars) :], strict=True)
     ]
     return with_operands(with_equations(new.jaxpr, [*copies, *inside.eqns]), body.invars)
-
-
-def _is_on_mesh(v: Any) -> bool:
-    """Whether XLA's partitioner may split a variable over several devices."""
-    mesh = getattr(getattr(v.aval, "sharding", None), "mesh", None)
-    if mesh is None or mesh.empty:
-        return False
-    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    return any(kind is jax.sharding.AxisType.Auto and size > 1 for kind, size in sizes)
 
 
 class _Origin(NamedTuple):

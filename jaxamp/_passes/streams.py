@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.extend.core as jec
+from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import Format, float_dtype
@@ -118,7 +119,7 @@ def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any]) -> bool:
         pairs = zip(body.eqns, body.steps, strict=True)
         return all(_is_as_exact(e, s, [v for v in e.invars if not isinstance(v, Literal)]) for e, s in pairs)
     if traits.product:
-        return len(own) == 1 and own[0] is eqn.invars[0]
+        return len(own) == 1 and (eqn.primitive is lax.mul_p or own[0] is eqn.invars[0])
     return (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
 
 

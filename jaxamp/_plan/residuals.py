@@ -30,10 +30,13 @@ def _is_activation(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether it calls a function of only cheap operations and comparisons, such as an activation."""
     traits = traits_of(primitive)
     return (traits.plain_call or traits.own_jvp) and all(
-        is_cheap(eqn) or _is_activation(eqn.primitive, eqn.params)
-        for body in jec.jaxprs_in_params(params)
-        for eqn in open_jaxpr(body).eqns
+        is_cheap_or_activation(eqn) for body in jec.jaxprs_in_params(params) for eqn in open_jaxpr(body).eqns
     )
+
+
+def is_cheap_or_activation(eqn: Any) -> bool:
+    """Whether it is computed again rather than kept."""
+    return is_cheap(eqn) or _is_activation(eqn.primitive, eqn.params)
 
 
 def is_cheap(eqn: Any) -> bool:

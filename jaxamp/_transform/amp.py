@@ -174,7 +174,7 @@ def amp(
             next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `spread_masks`,
-            `fold_transposes`, `order_results`, `low_softmaxes`, `hold_streams_low`, `pool_low`,
+            `fold_transposes`, `order_results`, `align_matmuls`, `low_softmaxes`, `hold_streams_low`, `choose_low`,
             `round_norm_cotangents`, `share_cotangents`, `share_quantized`, `send_low`, `hoist_quantized`, `recompute`,
             `round_once`.
 

@@ -43,7 +43,15 @@ def before_activation(w, x):
     return jnp.sum(jnp.sin(batch_norm(x)) ** 2)
 
 
-@pytest.mark.parametrize("net", [residual_network, before_activation])
+def scaled_branches(w, x):
+    """As in a ConvNeXt: each branch has a scale for each channel, which comes first in the product."""
+    x, scale = batch_norm(conv(x, w)), jnp.linspace(0.1, 1, 4)
+    for _ in range(2):
+        x = x + scale * conv(jnp.tanh(conv(x, w)), w)
+    return jnp.sum(jnp.sin(conv(x, w)) ** 2)
+
+
+@pytest.mark.parametrize("net", [residual_network, before_activation, scaled_branches])
 def test_skip_connections_are_kept_low(net):
     amp = jaxamp.amp(net, compute_dtype=jnp.bfloat16)
     large = [dtype for shape, dtype in kept(amp, FILTERS, IMAGE) if np.prod(shape) >= IMAGE.size]

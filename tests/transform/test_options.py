@@ -34,6 +34,12 @@ def network(w, b, x):
         return jnp.sin(h @ w) * (h @ w)
 
 
+def with_large_matmul(w, b, x):
+    """The same, and a matmul that is too large to be run in a test."""
+    h = network(w, b, x)
+    return h + jnp.sum(jnp.tile(w, (2**8, 2**7)) @ jnp.tile(b, (2**10, 2**7 + 1))[:, :1025])
+
+
 AMP = functools.partial(AMP, amp_policy=dict(jaxamp.load_policy("default")) | {"quantized": jaxamp.use_formats()})
 
 
@@ -41,9 +47,9 @@ AMP = functools.partial(AMP, amp_policy=dict(jaxamp.load_policy("default")) | {"
 def test_each_pass_can_be_switched_off(name):
     x = jax.device_put(X, NamedSharding(Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec()))
     jaxpr = lambda **options: str(
-        jax.make_jaxpr(jax.grad(lambda *a: AMP(network, **options)(*a).sum(), (0, 1)))(W, B, x)
+        jax.make_jaxpr(jax.grad(lambda *a: AMP(with_large_matmul, **options)(*a).sum(), (0, 1)))(W, B, x)
     )
-    forward = lambda **options: str(jax.make_jaxpr(AMP(network, **options))(W, B, x))
+    forward = lambda **options: str(jax.make_jaxpr(AMP(with_large_matmul, **options))(W, B, x))
     assert (jaxpr(), forward()) != (jaxpr(disable_passes=[name]), forward(disable_passes=[name]))
 
 
