@@ -15,6 +15,7 @@ from .hoist_quantized import hoist_quantized
 from .layouts import order_results
 from .masks import spread_masks
 from .norms import round_norm_cotangents
+from .pools import pool_by_places
 from .recompute import recompute
 from .round_once import round_once
 from .send_low import send_low
@@ -32,6 +33,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     low_softmaxes,
     hold_streams_low,
     choose_low,
+    pool_by_places,
     round_norm_cotangents,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
