@@ -309,6 +309,44 @@ def main():
             found.append([kernels, program.memory_analysis().temp_size_in_bytes])
         return {"cast": found[0], "ours": found[1]}
 
+    def residual():
+        """Dtypes of what kernels write for the gradient of a small ResNet, as large as the image or nearly, and how."""
+        lax, relu = jax.lax, jax.nn.relu
+
+        def conv(x, w):
+            return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        def norm(x):
+            mean, square = x.mean((0, 1, 2)), (x**2).mean((0, 1, 2))
+            return (x - mean) * lax.rsqrt(square - mean**2 + 1e-5)
+
+        def loss(weights, x):
+            x = lax.reduce_window(
+                relu(norm(conv(x, weights[0]))), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+            )
+            for v, w in itertools.pairwise(weights[1:]):
+                x = relu(norm(conv(relu(norm(conv(x, v))), w)) + x)
+            return jnp.mean(conv(x, weights[0]) ** 2)
+
+        weights = [jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)] * 4
+        image = jax.ShapeDtypeStruct((16, 64, 64, 64), jnp.float32)
+        program = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), weights, image, donate=())
+        entry = program.as_text().split("ENTRY")[1]
+        written = [m for m in re.findall(r"= (.*?) fusion\(", entry) if re.search(r"\[16,(64,64|32,32),64\]", m)]
+        dtypes = {d for one in written for d in re.findall(r"(\w+)\[16,(?:64,64|32,32),64\]", one)}
+        return {"dtypes": sorted(dtypes), "scatters": entry.count("scatter")}
+
+    def head():
+        """The widths of what the matmuls of a head of 50257 words read and make."""
+
+        def loss(w, x):
+            return jnp.mean(jax.nn.logsumexp(jnp.tanh(x) @ w.T, axis=-1))
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((50257, 768), (4096, 768))]
+        gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), (0, 1))
+        text = compiled(gradient, *shapes, donate=()).as_text()
+        return sorted({int(n) for line in re.findall(r".* dot\(.*", text) for n in re.findall(r"\b(502\d\d)\b", line)})
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -335,6 +373,8 @@ def main():
         "masked": masked,
         "kept": kept,
         "laplacian": laplacian,
+        "residual": residual,
+        "head": head,
         "sharded": sharded,
         "fp8": fp8,
         "quantized in loops": quantized_in_loops,

@@ -51,7 +51,28 @@ def scaled_branches(w, x):
     return jnp.sum(jnp.sin(conv(x, w)) ** 2)
 
 
-@pytest.mark.parametrize("net", [residual_network, before_activation, scaled_branches])
+def after_pool(w, x):
+    """As in a ResNet-18: the first skip connection is the result of a pooling."""
+    x = jax.nn.relu(batch_norm(conv(jnp.concatenate([x, x], 1), w)))
+    x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1, 1), (1, 2, 1, 1), "VALID")
+    for _ in range(2):
+        x = jax.nn.relu(batch_norm(conv(x, w)) + x)
+    return jnp.sum(conv(x, w) ** 2)
+
+
+def joined(w, x):
+    """As in a DenseNet: what is read again is joined with what is new."""
+    x = batch_norm(conv(x, w))
+    for _ in range(2):
+        x = jnp.concatenate([x, conv(x[..., :4], w)], -1)
+        x = jax.nn.relu(batch_norm(x))
+    return jnp.sum(conv(x[..., -4:], w) ** 2)
+
+
+NETS = [residual_network, before_activation, scaled_branches, after_pool, joined]
+
+
+@pytest.mark.parametrize("net", NETS)
 def test_skip_connections_are_kept_low(net):
     amp = jaxamp.amp(net, compute_dtype=jnp.bfloat16)
     large = [dtype for shape, dtype in kept(amp, FILTERS, IMAGE) if np.prod(shape) >= IMAGE.size]

@@ -9,7 +9,7 @@ import pytest
 from helpers import AMP, assert_same_bits, count, equations
 from jax import lax
 
-from jaxamp._primitives.pool import PUT_BACK, pool, put_back_by_places, windows_of
+from jaxamp._primitives.pool import PUT_BACK, pool, pooled_by_places, put_back_by_places, windows_of
 
 CASES = {  # shape, window, strides, padding
     "3 x 3, overlapping": ((2, 11, 12, 3), (1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
@@ -69,6 +69,7 @@ def test_place_by_place_gives_the_same(case, by, dtype):
     (eqn,) = jax.make_jaxpr(fun)(x).eqns
     got = jax.jit(functools.partial(put_back_by_places, windows=windows_of(eqn)))(ct, x)
     assert got.dtype == dtype
+    assert_same_bits(jax.jit(functools.partial(pooled_by_places, windows=windows_of(eqn)))(x), fun(x))
     assert_same_bits(got, jax.vjp(fun, x)[1](ct)[0])
 
 

@@ -24,6 +24,8 @@ QUESTIONS = {
     "release": ["release"],
     "kept": ["kept"],
     "laplacian": ["laplacian"],
+    "residual": ["residual"],
+    "head": ["head"],
     "sharded": ["sharded"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -123,6 +125,15 @@ def test_second_derivatives_need_about_what_a_plain_cast_needs(answers):
     """Kernels, and temporary bytes. With checkpoints inside of them, it would be twice the kernels."""
     for ours, cast in zip(answers["laplacian"]["ours"], answers["laplacian"]["cast"], strict=True):
         assert ours <= 1.05 * cast
+
+
+def test_a_residual_network_writes_no_masks_and_nothing_in_float32(answers):
+    """XLA would write the mask of each relu, and what is after it in float32; and add to a pool's gradient one by one."""
+    assert answers["residual"] == {"dtypes": ["bf16", "s8"], "scatters": 0}
+
+
+def test_the_matmuls_of_a_head_with_an_odd_number_of_words_are_padded(answers):
+    assert answers["head"] == [50264]
 
 
 def test_layouts_gather_nothing(answers):
