@@ -12,6 +12,7 @@ from .alignment import align_matmuls
 from .choices import choose_low
 from .cotangents import share_cotangents
 from .hoist_quantized import hoist_quantized
+from .labels import pick_labels
 from .layouts import order_results
 from .masks import spread_masks
 from .norms import round_norm_cotangents
@@ -34,6 +35,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     hold_streams_low,
     choose_low,
     pool_by_places,
+    pick_labels,
     round_norm_cotangents,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
