@@ -79,7 +79,7 @@ class _Roles(NamedTuple):
 
 def _padded(step: Step, multiple: int) -> Step:
     assert step.operation is not None
-    return step._replace(operation=_on_padded(step.operation, multiple, step.order is not None))
+    return step._replace(operation=_on_padded(step.operation, multiple, step.swapped))
 
 
 def _on_padded(operation: Operation, multiple: int, is_swapped: bool) -> Operation:

@@ -37,6 +37,7 @@ class Step(NamedTuple):
     bodies: tuple["Plan", ...] = ()
     operation: Operation | None = None  # what is done instead of binding the primitive
     order: tuple[int, ...] | None = None  # of the result's axes, if `operation` makes them in another order
+    swapped: bool = False  # whether `params` are those of its operands in the other order
     replaced: bool = False  # whether `operation` is the body that a rule of the policy gives it
     format: str = ""  # the number format that `operation` multiplies in, if it is not that of its operands
 

@@ -1,12 +1,16 @@
 """Transposes folded into the matmuls before them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import AMP, MATMULS, equations, in_float64, matmul_dtypes, names, near, normal
+from helpers import AMP, MATMULS, assert_near, equations, in_float64, matmul_dtypes, names, near, normal
 from jax import lax
 from plans import plan_of, step
 
+import jaxamp
 from jaxamp._passes.transposes import fold_transposes
 from jaxamp._plan.reasons import Reason, Why
 
@@ -82,3 +86,72 @@ def test_a_layer_mapped_from_outside_puts_tokens_first():
     (matmul,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
     assert matmul.outvars[0].aval.shape == (5, 16)
     assert near(jax.vmap(AMP(fn), (None, 0))(W, X[0]), in_float64(jax.vmap(fn, (None, 0)), W, X[0]))
+
+
+# -- operands that are turned in place of the result
+
+
+EINSUMS = {
+    "btghd,bsgd->bghts": ((2, 5, 2, 3, 2), (2, 7, 2, 2)),  # queries share keys
+    "bsgd,btghd->bghts": ((2, 7, 2, 2), (2, 5, 2, 3, 2)),
+    "btghd,bsgd->bgths": ((2, 5, 2, 3, 2), (2, 7, 2, 2)),
+    "tghd,sgd->ghts": ((5, 2, 3, 2), (7, 2, 2)),
+    "abk,cdk->bacd": ((5, 6, 2), (3, 7, 2)),
+    "abk,cdk->badc": ((5, 6, 2), (3, 7, 2)),
+    "abk,cdk->dcba": ((5, 6, 2), (3, 7, 2)),
+    "abk,cdk->acbd": ((5, 6, 2), (3, 7, 2)),
+    "abk,ck->bca": ((5, 6, 2), (7, 2)),
+    "kab,kc->cba": ((2, 5, 6), (2, 7)),
+}
+
+
+def between(spec):
+    """The product of two, rounded before and read low after."""
+
+    def fn(x, y):
+        z = jnp.einsum(spec, jnp.tanh(x), jnp.tanh(y))
+        return jnp.sum(jnp.sin(jnp.einsum("...i,...i->...", jax.nn.softmax(z), z)))
+
+    return fn
+
+
+@pytest.mark.parametrize("spec", EINSUMS)
+def test_results_of_any_einsum(spec):
+    x, y = (normal(i, *shape) for i, shape in enumerate(EINSUMS[spec]))
+    fn = between(spec)
+    assert_near(jax.jit(AMP(fn))(x, y), in_float64(fn, x, y), 1e-2)
+    found = jax.jit(jax.grad(AMP(fn), (0, 1)))(x, y)
+    for got, expected in zip(found, in_float64(jax.grad(fn, (0, 1)), x, y), strict=True):
+        assert_near(got, expected, 4e-2)
+
+
+def turned(spec):
+    """The shapes that are transposed in the forward pass."""
+    x, y = (normal(i, *shape) for i, shape in enumerate(EINSUMS[spec]))
+    jaxpr = jax.make_jaxpr(AMP(between(spec)))(x, y)
+    return [eqn.invars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"]
+
+
+@pytest.mark.parametrize("spec", ["btghd,bsgd->bghts", "bsgd,btghd->bghts", "tghd,sgd->ghts", "abk,cdk->badc"])
+def test_scores_are_made_as_rows(spec):
+    """What is turned is smaller than the result."""
+    result = jax.eval_shape(functools.partial(jnp.einsum, spec), *(jnp.ones(shape) for shape in EINSUMS[spec]))
+    assert all(2 * np.prod(shape) < result.size for shape in turned(spec))
+
+
+def test_a_result_smaller_than_its_operands_is_turned_itself():
+    """As that of the product of weights with values."""
+    weights, values = normal(0, 2, 2, 3, 5, 7), normal(1, 2, 7, 2, 2)
+    fn = lambda w, v: jnp.sum(jnp.sin(jnp.einsum("bghts,bsgd->btghd", jnp.tanh(w), jnp.tanh(v))))
+    jaxpr = jax.make_jaxpr(AMP(fn))(weights, values)
+    shapes = [eqn.invars[0].aval.shape for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"]
+    assert shapes == [(2, 2, 3, 5, 2)]
+    assert_near(jax.grad(AMP(fn))(weights, values), in_float64(jax.grad(fn), weights, values), 2e-2)
+
+
+def test_compare_knows_the_order():
+    x, y = (normal(i, *shape) for i, shape in enumerate(EINSUMS["btghd,bsgd->bghts"]))
+    found = jaxamp.compare(between("btghd,bsgd->bghts"), compute_dtype=jnp.bfloat16)(x, y)
+    rows = [row for row in found.operations if "dot_general" in row.name]
+    assert rows
+    assert all(row.error.relative < 0.1 for row in rows)
