@@ -49,7 +49,7 @@ def choose_low(plan: Plan) -> Plan:
 def _may_round(plan: Plan, i: int) -> bool:
     """Whether a step chooses, and does so in float32."""
     eqn, step, formats = plan.eqns[i], plan.steps[i], plan.setting.formats
-    if step.mode is Mode.RULE or step.is_pinned or not (eqn.primitive in _POOLS or chooses(eqn, step)):
+    if step.mode is Mode.RULE or step.is_pinned or not (eqn.primitive in _POOLS or _chooses(eqn, step)):
         return False
     held_wide = all(f is None or not f.low for f in step.reads)
     return held_wide and formats.may_lower(_operand(eqn)) and formats.may_lower(eqn.outvars[0])
@@ -59,7 +59,7 @@ def _operand(eqn: Any) -> Any:
     return next(v for v in eqn.invars if not isinstance(v, Literal))
 
 
-def chooses(eqn: Any, step: Step) -> bool:
+def _chooses(eqn: Any, step: Step) -> bool:
     """Whether it is a function of one array that only compares its numbers with zero, or changes their signs."""
     if [v for v in eqn.invars if not isinstance(v, Literal)] != [*eqn.invars[:1]] or len(eqn.outvars) != 1:
         return False
@@ -71,7 +71,7 @@ def chooses(eqn: Any, step: Step) -> bool:
     (body,) = step.bodies
     inside = zip(body.eqns, body.steps, strict=True)
     plain = all(isinstance(part, int) for part in body.parts)
-    return plain and bool(body.eqns) and all(chooses(e, s) and not s.is_pinned for e, s in inside)
+    return plain and bool(body.eqns) and all(_chooses(e, s) and not s.is_pinned for e, s in inside)
 
 
 def _is_read_low(readers: list[Reader], changed: dict[int, Step]) -> bool:

@@ -5,7 +5,7 @@
 The backward pass of a norm reads the cotangent of its result many times: for the scale, the offset, the mean, the
 variance, and last for `x`. With an activation in between, XLA makes it once and writes it in float32, although what
 comes out of the matmul is rounded. Here it is written rounded as well. An activation by comparison, as a relu is, XLA
-makes again for each reader, and for one sum of several at a time: three kernels in place of two.
+repeats for each reader. Writing its cotangent once was tried, and is slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-from .choices import chooses
 
 Readers = dict[Var, list[Reader]]
 
@@ -71,16 +70,12 @@ def _large(eqn: Any) -> Iterator[Var]:
 
 
 def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
-    """Whether all that is made of a result is read low after element-wise work, some of which is nonlinear.
-
-    Or by what chooses among low numbers.
-    """
+    """Whether all that is made of a result is read low after element-wise work, some of which is nonlinear."""
     last, bends = len(plan.eqns), False
     waiting, seen = [plan.eqns[i].outvars[0]], set[int]()
     while waiting:
         for reader in readers.get(waiting.pop(), []):
             if reader.format is not None and reader.format.low:
-                bends = bends or (reader.place < last and chooses(plan.eqns[reader.place], plan.steps[reader.place]))
                 continue
             if reader.place == last or not _is_free_activation(plan, reader.place):
                 return False

@@ -92,8 +92,8 @@ def _is_large(atom: Any, out: Var) -> bool:
 def _rounded(plan: Plan) -> set[Var]:
     """The variables whose error is that of a low value of their size, or more.
 
-    They are made of results of low matmuls by sums, by products with few numbers, as norms do, and by choices, as a
-    relu or a pooling does. Not by an exponential or a quotient: their results may be far more exact than what they read.
+    They are made of results of low matmuls by sums, by products with few numbers, as norms do, and by choices, as by a
+    relu or a pooling. Not by an exponential or a quotient: their results may be far more exact than what they read.
     """
     rounded = {v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low}
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
@@ -104,15 +104,15 @@ def _rounded(plan: Plan) -> set[Var]:
             rounded.update(eqn.outvars)
         elif not own and traits_of(eqn.primitive).elementwise:
             repeated.update(eqn.outvars)
-        elif own and all(v in rounded for v in own) and _is_as_exact(eqn, step, own):
-            rounded.update(eqn.outvars)
-        elif traits_of(eqn.primitive).moves and floats and all(_is_any(v, rounded) for v in floats):
+        elif _is_moved(eqn, rounded) or (own and all(v in rounded for v in own) and _is_as_exact(eqn, step, own)):
             rounded.update(eqn.outvars)
     return rounded
 
 
-def _is_any(atom: Any, variables: Collection[Var]) -> bool:
-    return not isinstance(atom, Literal) and atom in variables
+def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
+    """Whether its result holds entries of these variables, and of no others."""
+    floats = [v for v in eqn.invars if float_dtype(v.aval) is not None and not isinstance(v, Literal)]
+    return traits_of(eqn.primitive).moves and bool(floats) and all(v in variables for v in floats)
 
 
 def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any]) -> bool:

@@ -128,7 +128,7 @@ def test_second_derivatives_need_about_what_a_plain_cast_needs(answers):
 
 
 def test_a_residual_network_writes_no_masks_and_nothing_in_float32(answers):
-    """XLA would write the mask of each relu, and what is after it in float32; and add to a pool's gradient one by one."""
+    """XLA would write the mask of each relu, and what is after it in float32; and scatter the gradient of the pool."""
     assert answers["residual"] == {"dtypes": ["bf16", "s8"], "scatters": 0}
 
 
