@@ -13,11 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir, xla
 
 from .._compat import Primitive, jet_of
 from .._jaxpr import bind_primitive
 from .._traits import Traits, declare
+from .batches import map_in_front
 
 ENTRIES = Primitive("entries_of_rows")
 
@@ -59,20 +60,10 @@ def _transpose(ct: Any, x: Any, places: Any, *, mode: lax.GatherScatterMode, fil
     return [ct if type(ct) is ad.Zero else _spread(ct, places, x.aval.shape[-1], mode), None]
 
 
-def _batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, int | None]:
-    if all(dim is None for dim in dims):
-        return ENTRIES.bind(*operands, **params), None
-    first = [
-        jnp.broadcast_to(x, (axis_data.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
-    ]
-    return ENTRIES.bind(*first, **params), 0
-
-
 declare(ENTRIES, Traits(moves=True, plain_params=True, jet=jet_of(_gathered)))
 ENTRIES.def_impl(functools.partial(xla.apply_primitive, ENTRIES))
 ENTRIES.def_abstract_eval(lambda x, places, **params: places.update(dtype=x.dtype, weak_type=False))
 mlir.register_lowering(ENTRIES, mlir.lower_fun(_gathered, multiple_results=False))
 ad.defjvp(ENTRIES, _jvp, None)
 ad.primitive_transposes[ENTRIES] = _transpose
-batching.fancy_primitive_batchers[ENTRIES] = _batch
+map_in_front(ENTRIES)

