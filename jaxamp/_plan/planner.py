@@ -52,7 +52,7 @@ class Planner:
         self.classifier = classifier
         self.setting = setting
         self.formats = setting.formats
-        self._passes = passes if self.formats.narrows else ()
+        self._passes = passes if self.formats.narrows and not classifier.lookup.inert else ()
         self._plans = Memo()
         self._wanted = Memo()
         self._steps: dict[Hashable, Step] = {}  # of equations of a kind
