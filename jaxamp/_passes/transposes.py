@@ -65,7 +65,7 @@ def _turned(eqn: Any, step: Step, order: tuple[int, ...], permutation: tuple[int
         free = _free_axes(eqn, swaps)
         turns = _turns(left, [len(axes) for axes in free])
         operands = eqn.invars[::-1] if swaps else eqn.invars
-        if turns is not None and _is_cheap(operands, turns, eqn.outvars[0]):
+        if turns is not None and _is_cheap(operands, turns, eqn.outvars[0], may_turn=not step.replaced):
             new = _swapped(eqn, step, order) if swaps else step
             return _on_turned_operands(new, free, turns, permutation), tuple(range(len(left)))
     if permutation[-1] == order[-1]:
@@ -84,10 +84,13 @@ def _turns(permutation: tuple[int, ...], free: Sequence[int]) -> list[tuple[int,
     return [tuple(axis - begin for axis in axes) for begin, axes in groups]
 
 
-def _is_cheap(operands: Sequence[Any], turns: Sequence[tuple[int, ...]], out: Var) -> bool:
-    """Whether few entries are moved to turn the operands, next to those of the result."""
+def _is_cheap(operands: Sequence[Any], turns: Sequence[tuple[int, ...]], out: Var, may_turn: bool) -> bool:
+    """Whether few entries are moved to turn the operands, next to those of the result, if any may be.
+
+    A body that a rule gives a matmul is told the shape of its result, so its operands are not turned.
+    """
     turned = [v for v, turn in zip(operands, turns, strict=True) if turn != tuple(range(len(turn)))]
-    return not turned or 2 * sum(size_of(v.aval) for v in turned) < size_of(out.aval)
+    return not turned or (may_turn and 2 * sum(size_of(v.aval) for v in turned) < size_of(out.aval))
 
 
 def _free_axes(eqn: Any, swaps: bool) -> list[list[int]]:

@@ -149,6 +149,19 @@ def test_a_result_smaller_than_its_operands_is_turned_itself():
     assert_near(jax.grad(AMP(fn))(weights, values), in_float64(jax.grad(fn), weights, values), 2e-2)
 
 
+@pytest.mark.parametrize("spec", EINSUMS)
+def test_a_rule_with_another_body_gets_operands_in_their_order(spec):
+    """Number formats, forward and backward: the errors are those of fp8, and not of entries in the wrong places."""
+    x, y = (normal(i, *shape) for i, shape in enumerate(EINSUMS[spec]))
+    policy = {**jaxamp.load_policy("default"), lax.dot_general_p: jaxamp.use_formats()}
+    fn = between(spec)
+    amp = AMP(fn, amp_policy=policy)
+    assert_near(jax.jit(amp)(x, y), in_float64(fn, x, y), 0.05)
+    found = jax.jit(jax.grad(amp, (0, 1)))(x, y)
+    for got, expected in zip(found, in_float64(jax.grad(fn, (0, 1)), x, y), strict=True):
+        assert_near(got, expected, 0.25)
+
+
 def test_compare_knows_the_order():
     x, y = (normal(i, *shape) for i, shape in enumerate(EINSUMS["btghd,bsgd->bghts"]))
     found = jaxamp.compare(between("btghd,bsgd->bghts"), compute_dtype=jnp.bfloat16)(x, y)
