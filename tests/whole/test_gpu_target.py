@@ -132,8 +132,9 @@ def test_a_residual_network_writes_no_masks_and_nothing_in_float32(answers):
     assert answers["residual"] == {"dtypes": ["bf16", "s8"], "scatters": 0}
 
 
-def test_the_matmuls_of_a_head_with_an_odd_number_of_words_are_padded(answers):
-    assert answers["head"] == [50264]
+def test_the_head_of_an_odd_number_of_words(answers):
+    """Its matmuls are padded; the scores and their gradient are written once each, and nothing is scattered."""
+    assert answers["head"] == {"widths": [50264], "dtypes": ["bf16", "bf16"], "scatters": 0}
 
 
 def test_layouts_gather_nothing(answers):
