@@ -351,6 +351,20 @@ def main():
         written = re.findall(r"%(\S+) = (\w+)\[4096,502\d\d\]\S* (?:fusion|custom-call)\(", text.split("ENTRY")[1])
         return {"widths": sorted(widths), "dtypes": [dtype for _, dtype in written], "scatters": text.count("scatter(")}
 
+    def filters():
+        """The kernels that a dilated and a transposed convolution call, and the largest of their filters."""
+        lax, numbers = jax.lax, ("NHWC", "HWIO", "NHWC")
+
+        def loss(v, w, x):
+            x = lax.conv_general_dilated(x, v, (1, 1), "SAME", rhs_dilation=(4, 4), dimension_numbers=numbers)
+            return jnp.mean(lax.conv_transpose(jnp.tanh(x), w, (2, 2), "SAME", dimension_numbers=numbers) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 3, 64, 64), (4, 4, 64, 32), (8, 66, 66, 64))]
+        gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), (0, 1))
+        text = compiled(gradient, *shapes, donate=()).as_text()
+        called = re.findall(r'window={size=(\d+)x\d+.*custom_call_target="__cudnn\$(\w+)"', text)
+        return {"kernels": sorted(name for _, name in called), "largest": max(int(size) for size, _ in called)}
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -379,6 +393,7 @@ def main():
         "laplacian": laplacian,
         "residual": residual,
         "head": head,
+        "filters": filters,
         "sharded": sharded,
         "fp8": fp8,
         "quantized in loops": quantized_in_loops,

@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import EARLY_INLINE, Primitive
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
+from .filter_gradients import for_gpu
 
 _CACHED_TRANSPOSES = 1024
 _HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -110,7 +111,7 @@ def _define(base: Primitive) -> Primitive:
             return _exact(base, operands, params, compute_dtype, mixing)
         (x, w), out = operands, params["preferred_element_type"]
         low = {**params, "preferred_element_type": compute_dtype}
-        return _low(base.bind(_low(x, compute_dtype), _low(w, compute_dtype), **low), out)
+        return _low(for_gpu(_low(x, compute_dtype), _low(w, compute_dtype), low), out)
 
     def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))

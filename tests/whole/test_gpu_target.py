@@ -26,6 +26,7 @@ QUESTIONS = {
     "laplacian": ["laplacian"],
     "residual": ["residual"],
     "head": ["head"],
+    "filters": ["filters"],
     "sharded": ["sharded"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -135,6 +136,13 @@ def test_a_residual_network_writes_no_masks_and_nothing_in_float32(answers):
 def test_the_head_of_an_odd_number_of_words(answers):
     """Its matmuls are padded; the scores and their gradient are written once each, and nothing is scattered."""
     assert answers["head"] == {"widths": [50264], "dtypes": ["bf16", "bf16"], "scatters": 0}
+
+
+def test_dilated_and_transposed_convolutions_have_kernels_for_their_filters(answers):
+    """XLA would take the cotangent for the filter of a convolution forward, of 132 x 132 entries."""
+    kernels, largest = answers["filters"].values()
+    assert kernels.count("convBackwardFilter") == 2
+    assert largest == 4
 
 
 def test_layouts_gather_nothing(answers):

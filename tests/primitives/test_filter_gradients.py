@@ -1,0 +1,94 @@
+"""Gradients of filters, in the form that GPUs have kernels for. What is compiled for one: `tests/whole`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations
+from jax import lax
+
+from jaxamp._jaxpr import bind, evaluate
+from jaxamp._primitives.filter_gradients import for_gpu
+
+LAYOUTS = (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
+PADDINGS = {"both sides": (2, 2), "none": (0, 0), "uneven": (2, 1), "at the end": (0, 5), "trimmed": (-1, 2)}
+DILATED, TRANSPOSED = {"rhs_dilation": 2}, {"lhs_dilation": 3}
+
+
+def gradient(layout, padding, *, size=3, groups=1, window_strides=1, **dilations):
+    """The convolution that is the gradient of a filter: its operands and parameters."""
+    rng, axes = np.random.default_rng(0), len(layout[0]) - 2
+    x = rng.normal(size=[{"N": 3, "C": 4}.get(name, 11) for name in layout[0]])
+    w = rng.normal(size=[{"I": 4 // groups, "O": 8}.get(name, size) for name in layout[1]])
+    options = {name: (value,) * axes for name, value in dilations.items()}
+
+    def convolved(w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (window_strides,) * axes,
+            (padding,) * axes,
+            **options,
+            dimension_numbers=layout,
+            feature_group_count=groups,
+        )
+
+    out, vjp = jax.vjp(convolved, w)
+    ct, found = rng.normal(size=out.shape), []
+
+    def apply(eqn, ins):
+        if eqn.primitive is lax.conv_general_dilated_p:
+            found.append((ins, eqn.params))
+        return bind(eqn, ins)
+
+    evaluate(jax.make_jaxpr(lambda ct: vjp(ct)[0])(ct), [ct], apply)
+    return found[0]
+
+
+def convolutions(operands, params):
+    """Those that the form for a GPU makes."""
+    jaxpr = jax.make_jaxpr(lambda *operands: for_gpu(*operands, params))(*operands)
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive is lax.conv_general_dilated_p]
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("how", [DILATED, TRANSPOSED], ids=["dilated", "transposed"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_it_is_the_same_gradient(layout, padding, how, groups):
+    operands, params = gradient(layout, padding, groups=groups, **how)
+    expected = lax.conv_general_dilated_p.bind(*operands, **params)
+    np.testing.assert_allclose(for_gpu(*operands, params), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", [DILATED, TRANSPOSED], ids=["dilated", "transposed"])
+@pytest.mark.parametrize(("groups", "size"), [(1, 1), (1, 4), (2, 2), (2, 3)])
+def test_its_strides_are_one_and_its_input_has_no_holes(how, groups, size):
+    (eqn,) = convolutions(*gradient(LAYOUTS[2], (2, 2), groups=groups, size=size, **how))
+    assert set(eqn.params["window_strides"]) == {1}
+    assert set(eqn.params["lhs_dilation"]) == {1}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window_strides": 2}, {"window_strides": 2, "rhs_dilation": 2}, {"lhs_dilation": 2, "rhs_dilation": 2}],
+    ids=["plain", "strides", "strides and dilation", "transposed and dilated"],
+)
+def test_others_are_left_alone(how):
+    operands, params = gradient(LAYOUTS[0], (2, 2), **how)
+    (eqn,) = convolutions(operands, params)
+    assert {name: eqn.params[name] for name in params} == params
+
+
+def test_a_convolution_forward_is_left_alone():
+    image, filters = jnp.ones((2, 16, 16, 4)), jnp.ones((3, 3, 4, 8))
+    jaxpr = jax.make_jaxpr(lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"))(image, filters)
+    (eqn,) = (eqn for eqn in equations(jaxpr) if eqn.primitive is lax.conv_general_dilated_p)
+    (same,) = convolutions((image, filters), eqn.params)
+    assert same.params == eqn.params
