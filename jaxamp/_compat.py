@@ -520,6 +520,13 @@ def is_for_one_device(ctx: Any) -> bool:
     return devices == 1
 
 
+def is_whole(ctx: Any) -> bool:
+    """Whether XLA's partitioner splits nothing here: on a single device, and where a `shard_map` has split all axes."""
+    context = ctx.module_context.axis_context
+    by_hand = hasattr(context, "mesh") and set(context.manual_axes) == set(context.mesh.axis_names)
+    return by_hand or is_for_one_device(ctx)
+
+
 def has_devices(ctx: Any) -> bool:
     """Whether a lowering knows the devices that it is for. `jax.export` gives those of its arguments and means none."""
     if ctx.module_context.lowering_parameters.for_export:

@@ -18,6 +18,7 @@ from .masks import spread_masks
 from .norms import round_norm_cotangents
 from .pools import pool_by_places
 from .recompute import recompute
+from .round_in_loops import round_in_loops
 from .round_once import round_once
 from .send_low import send_low
 from .share_quantized import share_quantized
@@ -43,6 +44,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
 PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     share_quantized,
     send_low,
+    round_in_loops,
     hoist_quantized,
     recompute,
     round_once,

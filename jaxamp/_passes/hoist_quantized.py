@@ -1,10 +1,10 @@
-"""Quantise what stays the same in all rounds of a loop once, in front of the loop: weights, above all.
+"""Quantise or round what stays the same in all rounds of a loop once, in front of the loop: weights, above all.
 
     scan(x -> matmul(x, quantize(w)))    ->    q = quantize(w), scan(x -> matmul(x, q))
 
 XLA for GPUs moves nothing out of loops (0.10 to 0.12). The rule is general: an equation that reads nothing but operands
-of a body that don't change from round to round can run in front of the loop. Quantising equations do, with the cheap
-ones that they read. They leave the bodies of functions and checkpoints on their way out. Where a loop over layers is
+of a body that don't change from round to round can run in front of the loop. Quantising equations do, and low copies
+(`round_in_loops.py`), with the cheap ones that they read. They leave the bodies of functions and checkpoints on their way out. Where a loop over layers is
 inside of another loop, its layers are quantised in a loop of their own, in front of both; not so in a `shard_map`.
 
 Backward passes of loops profit by themselves: what is quantised is an operand of the loop.
@@ -34,10 +34,11 @@ from .._plan.bodies import with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
+from .._primitives.low_copy import LOW_COPY
 from .._primitives.quantize import CHECKSUM, LARGEST, QUANTIZE, SCALE
 from .._traits import traits_of
 
-_QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE)
+_QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE, LOW_COPY)
 
 
 def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:

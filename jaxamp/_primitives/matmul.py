@@ -23,12 +23,14 @@ from jax import lax
 from jax import tree_util as jtu
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import EARLY_INLINE, Primitive
+from .._compat import EARLY_INLINE, Primitive, is_whole
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
 from .filter_gradients import for_gpu
+from .ragged import by_blocks, suits
 
 _CACHED_TRANSPOSES = 1024
+_RAGGED = "ragged_dot_general"
 _HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 _MIXED: dict[Primitive, Primitive] = {}  # base primitive -> ours
 
@@ -63,12 +65,13 @@ def mixed(
 ) -> Any:
     """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
-    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them.
+    Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them; and all
+    ragged matmuls, because GPUs do.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
     dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
-    if all(dtype == compute_dtype for dtype in dtypes):
+    if all(dtype == compute_dtype for dtype in dtypes) and base.name != _RAGGED:
         return bind_primitive(base, *operands, **params)
     if base not in _MIXED:
         _MIXED[base] = _define(base)
@@ -105,13 +108,22 @@ def _define(base: Primitive) -> Primitive:
         x, w = (_low(_low(a, compute_dtype), out) for a in (x, w))
         return base.bind(x, w, *rest, **params)
 
-    def lower_on_gpu(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
+    def convolve_on_gpu(*operands: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         """XLA would run low x low -> float32 in float32: cuDNN has no such convolution."""
         if any(mixing.exact):
             return _exact(base, operands, params, compute_dtype, mixing)
         (x, w), out = operands, params["preferred_element_type"]
         low = {**params, "preferred_element_type": compute_dtype}
         return _low(for_gpu(_low(x, compute_dtype), _low(w, compute_dtype), low), out)
+
+    def blocks(x: Any, w: Any, sizes: Any, *, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
+        return by_blocks(_low(x, compute_dtype), _low(w, compute_dtype), sizes, **params)
+
+    def ragged_on_gpu(ctx: Any, *operands: Any, mixing: Mixing, **params: Any) -> Any:
+        """XLA would multiply all rows by the matrices of all groups."""
+        is_ours = not any(mixing.exact) and is_whole(ctx) and suits(*ctx.avals_in, **params)
+        fun = mlir.lower_fun(blocks if is_ours else lower, multiple_results=False)
+        return fun(ctx, *operands, mixing=mixing, **params)
 
     def abstract_eval(x: Any, w: Any, *rest: Any, compute_dtype: np.dtype, mixing: Mixing, **params: Any) -> Any:
         x, w = (a.update(dtype=compute_dtype, weak_type=False) for a in (x, w))
@@ -124,12 +136,18 @@ def _define(base: Primitive) -> Primitive:
     mlir.register_lowering(own, mlir.lower_fun(lower, multiple_results=False))
     mlir.register_lowering(own, mlir.lower_fun(lower_on_cpu, multiple_results=False), platform="cpu")
     if base is lax.conv_general_dilated_p:
-        for platform in ("cuda", "rocm"):
-            mlir.register_lowering(own, mlir.lower_fun(lower_on_gpu, multiple_results=False), platform=platform)
+        _on_gpus(own, mlir.lower_fun(convolve_on_gpu, multiple_results=False))
+    if base.name == _RAGGED:
+        _on_gpus(own, ragged_on_gpu)
     ad.primitive_jvps[own] = functools.partial(_jvp, base)
     ad.primitive_transposes[own] = functools.partial(_transpose, base)
     batching.fancy_primitive_batchers[own] = functools.partial(_batch, base)
     return own
+
+
+def _on_gpus(primitive: Primitive, rule: Any) -> None:
+    for platform in ("cuda", "rocm"):
+        mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _exact(
