@@ -365,6 +365,30 @@ def main():
         called = re.findall(r'window={size=(\d+)x\d+.*custom_call_target="__cudnn\$(\w+)"', text)
         return {"kernels": sorted(name for _, name in called), "largest": max(int(size) for size, _ in called)}
 
+    def experts():
+        """How many matmuls eight experts have, and how many rows they multiply for each that there is."""
+
+        def loss(v, w, x, sizes):
+            x = jnp.tanh(jax.lax.ragged_dot(jnp.tanh(x), v, sizes))
+            return jnp.mean(jax.lax.ragged_dot(x, w, sizes) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 256, 512), (8, 512, 256), (8192, 256))]
+        sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+        gradient = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), (0, 1, 2))
+        text = compiled(gradient, *shapes, sizes, donate=()).as_text()
+        rows = re.findall(r"\[(\d+),(512|1024),(?:256|512)\]\S* (?:dot|custom-call)\(", text)
+        return {"matmuls": len(rows), "rows": max(int(a) * int(b) for a, b in rows) / 8192}
+
+    def recurrent():
+        """The casts of a weight in the loops of a recurrent network, and outside of them."""
+
+        def loss(w, x):
+            return jnp.mean(jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), x[0], x)[0] ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 16, 512))]
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), *shapes, donate=()).as_text()
+        return len(re.findall(r"bf16\[512,512\]\S* convert\(", text))
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -394,6 +418,8 @@ def main():
         "residual": residual,
         "head": head,
         "filters": filters,
+        "experts": experts,
+        "recurrent": recurrent,
         "sharded": sharded,
         "fp8": fp8,
         "quantized in loops": quantized_in_loops,

@@ -44,8 +44,8 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
 PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     share_quantized,
     send_low,
-    round_in_loops,
     hoist_quantized,
     recompute,
+    round_in_loops,
     round_once,
 )

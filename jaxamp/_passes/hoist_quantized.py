@@ -4,8 +4,9 @@
 
 XLA for GPUs moves nothing out of loops (0.10 to 0.12). The rule is general: an equation that reads nothing but operands
 of a body that don't change from round to round can run in front of the loop. Quantising equations do, and low copies
-(`round_in_loops.py`), with the cheap ones that they read. They leave the bodies of functions and checkpoints on their way out. Where a loop over layers is
-inside of another loop, its layers are quantised in a loop of their own, in front of both; not so in a `shard_map`.
+(`round_in_loops.py`), with the cheap ones that they read. They leave the bodies of functions and checkpoints on their
+way out. Where a loop over layers is inside of another loop, its layers are quantised in a loop of their own, in front
+of both; not so in a `shard_map`.
 
 Backward passes of loops profit by themselves: what is quantised is an operand of the loop.
 """
@@ -20,6 +21,7 @@ from jax import lax
 from .._compat import (
     Jaxpr,
     Literal,
+    Primitive,
     Var,
     closed_jaxpr,
     has_bound_axes,
@@ -34,11 +36,10 @@ from .._plan.bodies import with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
-from .._primitives.low_copy import LOW_COPY
 from .._primitives.quantize import CHECKSUM, LARGEST, QUANTIZE, SCALE
 from .._traits import traits_of
 
-_QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE, LOW_COPY)
+QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE)
 
 
 def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -46,39 +47,46 @@ def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
     return hoisted(program)
 
 
-def hoisted(program: Jaxpr) -> Jaxpr:
-    """The same of any jaxpr, such as one that was differentiated."""
-    return _rewritten(program, Memo(), has_bound_axes())
+def hoisted(program: Jaxpr, kinds: Collection[Primitive] = QUANTIZING) -> Jaxpr:
+    """The same of any jaxpr, such as one that was differentiated, and for equations of other kinds."""
+    return _rewritten(program, Memo(), _How(kinds, has_bound_axes()))
 
 
-def _rewritten(jaxpr: Jaxpr, known: Memo, in_map: bool) -> Jaxpr:
-    return known.get(jaxpr, in_map, lambda: _rewrite(jaxpr, known, in_map))
+class _How(NamedTuple):
+    """What is moved, and where."""
+
+    kinds: Collection[Primitive]
+    in_map: bool  # in a `shard_map`
 
 
-def _rewrite(jaxpr: Jaxpr, known: Memo, in_map: bool) -> Jaxpr:
+def _rewritten(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
+    return known.get(jaxpr, how.in_map, lambda: _rewrite(jaxpr, known, how))
+
+
+def _rewrite(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
     """Bodies first: what has left a loop inside may leave this one too."""
     eqns: list[Any] = []
     for old in open_jaxpr(jaxpr).eqns:
         eqn, entry = old, describe(old)
         if entry is not None and not entry.lazy:
-            is_map = in_map or way_into(eqn) == "shard_map"
-            bodies = [_rewritten(inside.jaxpr, known, is_map) for inside in entry.bodies]
+            inner = how._replace(in_map=how.in_map or way_into(eqn) == "shard_map")
+            bodies = [_rewritten(inside.jaxpr, known, inner) for inside in entry.bodies]
             if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
                 eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        eqns += _in_front(eqn, in_map) if eqn.primitive.name in ("scan", "while") else [eqn]
+        eqns += _in_front(eqn, how) if eqn.primitive.name in ("scan", "while") else [eqn]
     if all(new is old for new, old in zip(eqns, open_jaxpr(jaxpr).eqns, strict=False)):
         return jaxpr
     return with_equations(jaxpr, eqns)
 
 
-def _in_front(loop: Any, in_map: bool) -> list[Any]:
+def _in_front(loop: Any, how: _How) -> list[Any]:
     """A loop, and in front of it what it would quantise in each round."""
     params, is_scan = loop.params, loop.primitive.name == "scan"
     before = 0 if is_scan else params["cond_nconsts"]
     constants = scan_counts(params)[0] if is_scan else params["body_nconsts"]
     name = "jaxpr" if is_scan else "body_jaxpr"
     count = len(open_jaxpr(params[name]).invars)
-    found = _lift(params[name], [i < constants for i in range(count)], in_map)
+    found = _lift(params[name], [i < constants for i in range(count)], how)
     if not found.lifted:
         return [loop]
     moved = _Clones(loop, open_jaxpr(params[name]).invars, loop.invars[before:])
@@ -91,6 +99,14 @@ def _in_front(loop: Any, in_map: bool) -> list[Any]:
     return [*eqns, loop.replace(invars=operands, params=changed)]
 
 
+def may_leave(eqn: Any, fixed: Collection[Var]) -> bool:
+    """Whether an equation may run in front of a loop: it is cheap, and reads nothing but what stays the same."""
+    traits = traits_of(eqn.primitive)
+    if eqn.effects or describe(eqn) is not None or not (traits.cheap or traits.moves or traits.passes_on):
+        return False
+    return all(isinstance(v, Literal) or v in fixed for v in eqn.invars)
+
+
 class _Lifted(NamedTuple):
     """A body without its quantising equations that don't change, and these."""
 
@@ -100,10 +116,10 @@ class _Lifted(NamedTuple):
     outs: list[Any]  # the results of the body as results of `eqns`; None: they change
 
 
-def _lift(jaxpr: Jaxpr, fixed: Sequence[bool], in_map: bool) -> _Lifted:
+def _lift(jaxpr: Jaxpr, fixed: Sequence[bool], how: _How) -> _Lifted:
     """Take apart a body whose operands are fixed or change from round to round."""
     body = open_jaxpr(jaxpr)
-    parts = _Parts([v for v, same in zip(body.invars, fixed, strict=True) if same], in_map)
+    parts = _Parts([v for v, same in zip(body.invars, fixed, strict=True) if same], how)
     for eqn in body.eqns:
         parts.take(eqn)
     outs = [v if isinstance(v, Literal) else parts.fixed.get(v) for v in body.outvars]
@@ -116,8 +132,8 @@ def _lift(jaxpr: Jaxpr, fixed: Sequence[bool], in_map: bool) -> _Lifted:
 class _Parts:
     """The equations of a body on their way out of it."""
 
-    def __init__(self, fixed: Sequence[Var], in_map: bool):
-        self._in_map = in_map
+    def __init__(self, fixed: Sequence[Var], how: _How):
+        self._how = how
         self.fixed: dict[Var, Any] = {v: v for v in fixed}  # variables of the body, and what they are outside
         self.eqns: list[Any] = []  # outside
         self.left: list[Any] = []  # inside
@@ -129,18 +145,16 @@ class _Parts:
     def take(self, eqn: Any) -> None:
         way = way_into(eqn)
         # In a `shard_map`, values have axes along which devices differ, and a loop of our own would not have them.
-        if way in ("jit", "checkpoint") or (way == "scan" and not self._in_map):
+        if way in ("jit", "checkpoint") or (way == "scan" and not self._how.in_map):
             self._through(eqn, way)
             return
-        traits = traits_of(eqn.primitive)
-        is_cheap = traits.cheap or traits.moves or traits.passes_on
-        if eqn.effects or describe(eqn) is not None or not is_cheap or not all(map(self._is_fixed, eqn.invars)):
+        if not may_leave(eqn, self.fixed):
             self.left.append(eqn)
             return
         names = {v: self.fixed[v] for v in eqn.invars if not isinstance(v, Literal)}
         outs = self._add(None, [eqn], names, eqn.outvars)
         self.fixed.update(zip(eqn.outvars, outs, strict=True))
-        if eqn.primitive in _QUANTIZING:
+        if eqn.primitive in self._how.kinds:
             self.taken += eqn.outvars
             self.lifted += outs
         else:
@@ -165,7 +179,7 @@ class _Parts:
         known = [None if isinstance(v, Literal) else self._same.get(v, v) for v in eqn.invars]
         if _is_identity(eqn):  # `jax.checkpoint` does so with all floats that it keeps
             self._same[eqn.outvars[0]] = known[0]
-        if eqn.primitive not in _QUANTIZING or None in known:
+        if eqn.primitive not in self._how.kinds or None in known:
             return eqn
         if eqn.primitive is QUANTIZE:  # it returns the scale too
             self._same[eqn.outvars[1]] = known[1]
@@ -177,7 +191,7 @@ class _Parts:
         if way == "scan":
             constants, carries = scan_counts(eqn.params)
             fixed[constants : constants + carries] = [False] * carries
-        found = _lift(inside.jaxpr, fixed, self._in_map)
+        found = _lift(inside.jaxpr, fixed, self._how)
         ins = open_jaxpr(inside.jaxpr).invars
         names = {v: self._outside(atom) for v, atom, same in zip(ins, eqn.invars, fixed, strict=True) if same}
         if way == "scan":

@@ -1,61 +1,101 @@
-"""Let loops read one low copy of each weight that stays the same in all rounds.
+"""Let loops read low copies of the weights that stay the same in all rounds.
 
     scan(h -> tanh(h @ w))
 
-A matmul rounds its float32 weight itself, so that the gradient of the weight is not rounded. In a loop it would do so in
-each round, forward and backward: in an LSTM of width 1024, that is a fifth of the time (H200, jax 0.11). Here the
-matmuls of a body read a copy that is made in front of them, and `hoist_quantized` takes it out of the loop.
+A matmul rounds its float32 weight itself, so that the gradient of the weight is not rounded. In a loop it would do so
+in each round, forward and backward: in an LSTM of width 1024, that is a fifth of the time (H200, jax 0.11). Here the
+matmuls of a loop read copies (`_primitives/low_copy.py`), which are then made in front of it (`hoist_quantized.py`).
 
 On a mesh of several devices, loops gather their weights in each round, as they are told to, and are left alone.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import AxisType
 
-from .._compat import Jaxpr, open_jaxpr, scan_counts, with_equations
+from .._compat import Jaxpr, Literal, Var, open_jaxpr, scan_counts, with_equations
 from .._jaxpr import Memo, is_on_mesh
-from .._plan.bodies import with_replaced_bodies
+from .._plan.bodies import Body, with_replaced_bodies
 from .._plan.higher_order import describe
+from .._plan.more_operands import way_into
 from .._plan.plan import Setting
-from .round_once import with_copies_in_front
+from .._primitives.low_copy import LOW_COPY, WITH_COPY
+from .._primitives.matmul import is_mixed
+from .hoist_quantized import hoisted, may_leave
 
 
 def round_in_loops(program: Jaxpr, setting: Setting) -> Jaxpr:
-    """The program with low copies in the bodies of its loops."""
-    return _Loops(setting).rewritten(program) if setting.formats.narrows else program
+    """The program with low copies in front of its loops."""
+    if not setting.formats.narrows:
+        return program
+    new = _Loops(setting).rewritten(program, (False,) * len(open_jaxpr(program).invars))
+    return program if new is program else hoisted(new, [LOW_COPY])
 
 
 class _Loops:
     def __init__(self, setting: Setting):
         self._formats, self._known = setting.formats, Memo()
 
-    def rewritten(self, jaxpr: Jaxpr) -> Jaxpr:
-        return self._known.get(jaxpr, None, lambda: self._rewrite(jaxpr))
+    def rewritten(self, jaxpr: Jaxpr, fixed: tuple[bool, ...]) -> Jaxpr:
+        """A jaxpr that copies what it multiplies, and loops inside of it do. `fixed`: which operands stay the same."""
+        return self._known.get(jaxpr, fixed, lambda: self._rewrite(jaxpr, fixed))
 
-    def _rewrite(self, jaxpr: Jaxpr) -> Jaxpr:
-        old = open_jaxpr(jaxpr).eqns
-        eqns = list(map(self._equation, old))
-        return jaxpr if all(map(operator.is_, eqns, old)) else with_equations(jaxpr, eqns)
+    def _rewrite(self, jaxpr: Jaxpr, fixed: Sequence[bool]) -> Jaxpr:
+        body, eqns = open_jaxpr(jaxpr), list[Any]()
+        same = {v for v, is_fixed in zip(body.invars, fixed, strict=True) if is_fixed}
+        copied: dict[Var, Var] = {}  # what is read in place of a float32 value
+        for old in body.eqns:
+            eqn = self._with_copies_inside(old, same)
+            if is_mixed(eqn.primitive):
+                eqn = self._reading_copies(eqn, same, copied, eqns)
+            elif may_leave(eqn, same):
+                same.update(eqn.outvars)
+            eqns.append(eqn)
+        is_old = len(eqns) == len(body.eqns) and all(map(operator.is_, eqns, body.eqns))
+        return jaxpr if is_old else with_equations(jaxpr, eqns)
 
-    def _equation(self, eqn: Any) -> Any:
+    def _with_copies_inside(self, eqn: Any, same: set[Var]) -> Any:
         entry = describe(eqn)
         if entry is None or entry.lazy:
             return eqn
-        bodies = [self.rewritten(inside.jaxpr) for inside in entry.bodies]
-        if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
-            eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        return self._with_copies(eqn) if eqn.primitive.name in ("scan", "while") else eqn
+        bodies = [self.rewritten(inside.jaxpr, _fixed_inside(eqn, inside, same)) for inside in entry.bodies]
+        if all(new is inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
+            return eqn
+        return eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
 
-    def _with_copies(self, loop: Any) -> Any:
-        is_scan = loop.primitive.name == "scan"
-        name = "jaxpr" if is_scan else "body_jaxpr"
-        constants = scan_counts(loop.params)[0] if is_scan else loop.params["body_nconsts"]
-        ins = open_jaxpr(loop.params[name]).invars
-        shared = tuple(i < constants and self._may_copy(v) for i, v in enumerate(ins))
-        body = with_copies_in_front(loop.params[name], shared, self._formats.compute_dtype)
-        return loop if body is loop.params[name] else loop.replace(params={**loop.params, name: body})
+    def _reading_copies(self, eqn: Any, same: set[Var], copied: dict[Var, Var], eqns: list[Any]) -> Any:
+        """A matmul that reads low copies, which it keeps for its backward pass. They are added to `eqns`."""
+        mixing, ins, low = eqn.params["mixing"], list(eqn.invars), self._formats.compute_dtype
+        given = list(mixing.given)
+        for i, is_exact in enumerate(mixing.exact):
+            v = ins[i]
+            if is_exact or isinstance(v, Literal) or v not in same or not self._may_copy(v):
+                continue
+            if v not in copied:
+                copy, copied[v] = Var(v.aval.update(dtype=low, weak_type=False)), Var(v.aval)
+                params = {"low": low, "moves": ()}
+                eqns.append(eqn.replace(primitive=LOW_COPY, invars=[v], outvars=[copy], params=params))
+                eqns.append(eqn.replace(primitive=WITH_COPY, invars=[v, copy], outvars=[copied[v]], params={}))
+            ins[i], given[i] = copied[v], False
+        if ins == eqn.invars:
+            return eqn
+        return eqn.replace(invars=ins, params={**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))})
 
-    def _may_copy(self, v: Any) -> bool:
+    def _may_copy(self, v: Var) -> bool:
         return self._formats.may_lower(v) and not is_on_mesh(v.aval, AxisType.Auto, AxisType.Explicit)
+
+
+def _fixed_inside(eqn: Any, inside: Body, same: set[Var]) -> tuple[bool, ...]:
+    """Which operands of a body stay the same: constants of a loop, and what a function in a loop is given of them."""
+    count = len(open_jaxpr(inside.jaxpr).invars)
+    if eqn.primitive.name == "scan":
+        return tuple(i < scan_counts(eqn.params)[0] for i in range(count))
+    if eqn.primitive.name == "while":
+        constants = eqn.params["body_nconsts"] if inside.param == "body_jaxpr" else 0
+        return tuple(i < constants for i in range(count))
+    if way_into(eqn) not in ("jit", "checkpoint"):
+        return (False,) * count
+    atoms = (eqn.invars[i] for i in inside.operands)
+    return tuple(not isinstance(atom, Literal) and atom in same for atom in atoms)

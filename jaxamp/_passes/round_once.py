@@ -38,16 +38,10 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     if not setting.formats.narrows or setting.communication(()).gather != "compute":
         return program
     shared = (is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
-    return with_copies_in_front(program, tuple(shared), low)
-
-
-def with_copies_in_front(jaxpr: Jaxpr, shared: tuple[bool, ...], low: np.dtype) -> Jaxpr:
-    """A jaxpr that makes one low copy of each of these operands, for all matmuls that read it."""
-    new = _rewritten(jaxpr, shared, low)
+    new = _rewritten(program, tuple(shared), low)
     if not new.wanted:
-        return jaxpr
-    body, inside = open_jaxpr(jaxpr), open_jaxpr(new.jaxpr)
-    like = body.eqns[0]
+        return program
+    inside, like = open_jaxpr(new.jaxpr), body.eqns[0]
     copies = [
         like.replace(
             primitive=LOW_COPY,

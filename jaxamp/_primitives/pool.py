@@ -95,14 +95,47 @@ def _put_back(ct: Any, x: Any, *, windows: Windows) -> Any:
 
 
 def put_back_by_places(ct: Any, x: Any, *, windows: Windows) -> Any:
-    """The same in few kernels. Overlapping windows are added up in float32."""
-    chosen = _chosen(x, windows)
-    wide = max(ct.dtype, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
-    found = []
-    for i, place in enumerate(_places(windows)):
-        mine = jnp.where(chosen == np.int8(i), ct, jnp.zeros_like(ct)).astype(wide)
-        found.append(lax.pad(mine, wide.type(0), _into(x.shape, ct.shape, place, windows)))
-    return functools.reduce(lax.add, found).astype(ct.dtype)
+    """The same in few kernels. Overlapping windows are added up in float32.
+
+    Windows begin at each n-th entry, where the stride is n, so neighbouring entries are in different places of them.
+    All that are in the same places are made together, and then they are put side by side.
+    """
+    chosen, wide = _chosen(x, windows), max(ct.dtype, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
+    numbers = {place: i for i, place in enumerate(_places(windows))}
+    counts = [-(-(n + low) // s) for n, s, (low, _) in zip(x.shape, windows.strides, windows.padding, strict=True)]
+
+    def shifted(value: Any, fill: int, back: Sequence[int]) -> Any:
+        """The windows that begin so many strides before each entry."""
+        config = [(b, many - b - had, 0) for b, many, had in zip(back, counts, ct.shape, strict=True)]
+        return lax.pad(value, value.dtype.type(fill), config)
+
+    def together(first: tuple[int, ...]) -> Any:
+        """All entries of which the first place in a window is `first`."""
+        found = []
+        every = zip(windows.size, first, windows.strides, strict=True)
+        for back in itertools.product(*(range(-(-(size - at) // stride)) for size, at, stride in every)):
+            place = tuple(at + b * stride for at, b, stride in zip(first, back, windows.strides, strict=True))
+            is_mine = shifted(chosen, -1, back) == np.int8(numbers[place])
+            found.append(jnp.where(is_mine, shifted(ct, 0, back), ct.dtype.type(0)).astype(wide))
+        total = functools.reduce(lax.add, found) if found else jnp.zeros(counts, wide)
+        return total.astype(ct.dtype)
+
+    out = _side_by_side(together, windows.strides)
+    begins = [low for low, _ in windows.padding]
+    return lax.slice(out, begins, [begin + size for begin, size in zip(begins, x.shape, strict=True)])
+
+
+def _side_by_side(part: Callable[[tuple[int, ...]], Any], strides: Sequence[int], begin: tuple[int, ...] = ()) -> Any:
+    """An array of which each part has the entries that begin somewhere, and then each n-th."""
+    axis = len(begin)
+    if axis == len(strides):
+        return part(begin)
+    parts = [_side_by_side(part, strides, (*begin, i)) for i in range(strides[axis])]
+    if len(parts) == 1:
+        return parts[0]
+    shape = list(parts[0].shape)
+    shape[axis] *= strides[axis]
+    return jnp.stack(parts, axis=axis + 1).reshape(shape)
 
 
 def pooled_by_places(x: Any, *, windows: Windows) -> Any:
@@ -131,17 +164,6 @@ def _entries(x: Any, windows: Windows) -> Iterator[Any]:
 
 def _places(windows: Windows) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, windows.size))
-
-
-def _into(
-    whole: Sequence[int], part: Sequence[int], place: Sequence[int], windows: Windows
-) -> list[tuple[int, int, int]]:
-    """How to pad one entry of each window, so that it is where it came from."""
-    found = []
-    for size, many, at, stride, (low, _) in zip(whole, part, place, windows.strides, windows.padding, strict=True):
-        before = at - low
-        found.append((before, size - before - (many - 1) * stride - 1, stride - 1))
-    return found
 
 
 # -- the primitives

@@ -105,7 +105,10 @@ class _Blocks(NamedTuple):
         return jnp.where(self.is_in_group[:, None], flat, x.dtype.type(0))
 
     def summed(self, x: Any) -> Any:
-        """The sum over the blocks of each group, as a matmul: it adds in a fixed order, and a scatter doesn't."""
+        """The sum over the blocks of each group, as a matmul: it adds in a fixed order, and a scatter doesn't.
+
+        A NaN in one group reaches the others. Its gradient goes on to the rows in any case, and to all layers before.
+        """
         mine = self.group == lax.iota(self.group.dtype, self.groups)[:, None]
         is_used = jnp.any(self.is_used, axis=1)
         return lax.dot_general(

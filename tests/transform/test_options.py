@@ -29,6 +29,7 @@ def network(w, b, x):
     h = jax.lax.reduce_window(jnp.exp(-(h**2)), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") @ w
     h = h / jnp.sqrt(jnp.sum(h**2, -1, keepdims=True))
     h = jnp.sin(h @ w) + h
+    h = jax.lax.fori_loop(0, 2, lambda _, h: jnp.sin(h @ w), h)
     with jax.named_scope("quantized"):
         h = jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), h, length=2)[0]
         return jnp.sin(h @ w) * (h @ w)

@@ -27,6 +27,8 @@ QUESTIONS = {
     "residual": ["residual"],
     "head": ["head"],
     "filters": ["filters"],
+    "experts": ["experts"],
+    "recurrent": ["recurrent"],
     "sharded": ["sharded"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -143,6 +145,16 @@ def test_dilated_and_transposed_convolutions_have_kernels_for_their_filters(answ
     kernels, largest = answers["filters"].values()
     assert kernels.count("convBackwardFilter") == 2
     assert largest == 4
+
+
+def test_experts_multiply_their_own_rows(answers):
+    """XLA would multiply all rows by the matrices of all eight: forward, and for both gradients."""
+    assert answers["experts"]["matmuls"] >= 4
+    assert answers["experts"]["rows"] < 1.5
+
+
+def test_a_weight_is_rounded_once_for_all_rounds_of_a_loop(answers):
+    assert answers["recurrent"] == 1
 
 
 def test_layouts_gather_nothing(answers):
