@@ -67,9 +67,16 @@ def save_zoo(rows: Rows, path: Path) -> str:
     networks, sides = (list(dict.fromkeys(row[key] for row in shown)) for key in ("network", "title"))
     figure, (axis,) = _figure(1, 8, 1 + 0.2 * len(shown))
     height = 0.85 / len(sides)
-    for i, side in enumerate(sides):
+    of_network = {name: [row["title"] for row in shown if row["network"] == name] for name in networks}
+
+    def place(row: dict[str, Any]) -> float:
+        """The bars of a network are next to each other, whichever sides it has."""
+        titles = of_network[row["network"]]
+        return networks.index(row["network"]) + (titles.index(row["title"]) - (len(titles) - 1) / 2) * height
+
+    for side in sides:
         bars = [row for row in shown if row["title"] == side]
-        places = [networks.index(row["network"]) + (i - (len(sides) - 1) / 2) * height for row in bars]
+        places = [place(row) for row in bars]
         values = [1 / row["vs_cast"] for row in bars]
         style = {"alpha": 1 - 0.4 * (side == "ours, fast"), "hatch": "//" if side.startswith("torch") else None}
         drawn = axis.barh(places, values, height, color=colour(bars[0]), edgecolor="white", label=side, **style)

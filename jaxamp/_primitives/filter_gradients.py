@@ -3,7 +3,7 @@
 The gradient of a filter is a convolution of the input with the cotangent, whose "filter" is as large as an image. XLA
 finds cuDNN's kernel for it only where it has strides of 1 and its input has no holes. That of a dilated convolution has
 strides, and that of a transposed convolution has holes. XLA takes them for ordinary convolutions with filters of
-thousands of entries: 7 of them are 78 of the 87 ms that an autoencoder over audio takes on an H200.
+thousands of entries: 11 of them are 78 of the 87 ms that an autoencoder over audio takes on an H200 (jax 0.11).
 """
 
 from typing import Any
