@@ -30,8 +30,12 @@ def _is_gradient(x: Any, w: Any, params: dict[str, Any]) -> bool:
         return False
     if any(strides[i] != 1 and dilation[i] != 1 for i in spatial):
         return False
-    outs, sizes = _outs(x, w, params), [w.shape[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
-    return 0 not in (*x.shape, *w.shape) and all(size >= out for size, out in zip(sizes, outs, strict=True))
+    numbers = params["dimension_numbers"]
+    sizes = [w.shape[axis] for axis in numbers.rhs_spec[2:]]
+    if not all(isinstance(size, int) for size in (*sizes, *(x.shape[axis] for axis in numbers.lhs_spec[2:]))):
+        return False
+    is_larger = all(size >= out for size, out in zip(sizes, _outs(x, w, params), strict=True))
+    return is_larger and 0 not in (*x.shape, *w.shape)
 
 
 def _outs(x: Any, w: Any, params: dict[str, Any]) -> list[int]:

@@ -69,6 +69,9 @@ def windows_of(eqn: Any) -> Windows | None:
     dilated = any(d != 1 for d in (*params["base_dilation"], *params["window_dilation"]))
     if dilated or int(np.prod(params["window_dimensions"])) > _MOST_PLACES:
         return None
+    moving = [i for i, size in enumerate(params["window_dimensions"]) if size != 1 or params["window_strides"][i] != 1]
+    if not all(isinstance(eqn.invars[0].aval.shape[i], int) for i in moving):
+        return None
     padding = tuple((int(low), int(high)) for low, high in params["padding"])
     return Windows(tuple(params["window_dimensions"]), tuple(params["window_strides"]), padding, maximum)
 

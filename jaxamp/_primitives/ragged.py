@@ -20,6 +20,8 @@ _GAIN = 2  # how much less there must be to multiply
 def suits(x: Any, w: Any, sizes: Any, *, ragged_dot_dimension_numbers: Any, group_offset: Any, **_: Any) -> bool:
     """Whether `by_blocks` knows this matmul, and it is worth the rows that are moved."""
     ((left, right), batch), ragged, groups = _parts(ragged_dot_dimension_numbers)
+    if not all(isinstance(size, int) for size in (*x.shape, *w.shape, *sizes.shape)):
+        return False
     if group_offset is not None or ragged != (0,) or batch != ((), ()) or (x.ndim, sizes.ndim) != (2, 1):
         return False
     gradient = (left, right, groups, w.ndim) == ((0,), (0,), (), 2)
