@@ -91,8 +91,7 @@ def _without_holes(x: Any, w: Any, params: dict[str, Any]) -> Any:
     out[k] = sum w[j] x[i] over all n i = j + k - low, so out[last - k] = sum w[n i + k + low - last] x[i].
     """
     numbers, outs = params["dimension_numbers"], _outs(x, w, params)
-    spatial = range(len(outs))
-    for i in spatial:
+    for i in range(len(outs)):
         axis, hole = numbers.rhs_spec[2 + i], params["lhs_dilation"][i]
         low = outs[i] - 1 - params["padding"][i][0]
         reach = (x.shape[numbers.lhs_spec[2 + i]] - 1) * hole

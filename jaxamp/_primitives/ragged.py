@@ -3,8 +3,8 @@
     lax.ragged_dot(x, w, sizes)        # rows of x in groups, each with a matrix of its own: a mixture of experts
 
 XLA multiplies all rows by each matrix and keeps those of its group: eight times the work with eight experts. Here the
-rows of each group are filled up to whole blocks. How many blocks there are depends on no sizes, and each is multiplied
-by the matrix of its group.
+rows of each group are filled up to whole blocks. However the rows are spread over the groups, the number of blocks is
+the same, and each is multiplied by the matrix of its group.
 """
 
 import math
