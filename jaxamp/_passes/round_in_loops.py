@@ -6,7 +6,7 @@ A matmul rounds its float32 weight itself, so that the gradient of the weight is
 in each round, forward and backward: in an LSTM of width 1024, that is a fifth of the time (H200, jax 0.11). Here the
 matmuls of a loop read copies (`_primitives/low_copy.py`), which are then made in front of it (`hoist_quantized.py`).
 
-On a mesh of several devices, loops gather their weights in each round, as they are told to, and are left alone.
+Loops that gather their weights in each round, on a mesh of several devices or by their own collectives, go on to do so.
 """
 
 import operator

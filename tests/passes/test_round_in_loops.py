@@ -11,6 +11,8 @@ from helpers import AMP, BF16, F32, assert_near, assert_same_bits, equations, in
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxamp
+
 WITHOUT = functools.partial(AMP, disable_passes=["round_in_loops"])
 W, V, X = normal(0, 32, 32, scale=0.2), normal(1, 32, 32, scale=0.2), normal(2, 5, 8, 32)
 
@@ -129,3 +131,20 @@ def test_each_device_of_a_shard_map_rounds_in_front_of_its_loop():
     jaxpr = jax.make_jaxpr(jax.grad(AMP(loss), (0, 1)))(W, V, X)
     assert roundings(jaxpr)[0] == 0
     assert_near(jax.jit(jax.grad(AMP(loss), (0, 1)))(W, V, X), in_float64(jax.grad(recurrent, (0, 1)), W, V, X), 3e-2)
+
+
+def test_a_loop_that_gathers_in_each_round_goes_on_to():
+    mesh, policy = Mesh(np.asarray(jax.devices()), ("d",)), dict(jaxamp.load_policy("default"))
+    policy[jaxamp.COMMUNICATION] = jaxamp.Communication(gather="float32")
+
+    def loss(w, x):
+        cell = lambda h, x: (jnp.tanh(h @ lax.all_gather(w, "d", tiled=True) + x), None)
+        return lax.pmean(jnp.mean(lax.scan(cell, x[0], x)[0] ** 2), "d")
+
+    specs = PartitionSpec("d"), PartitionSpec(None, "d")
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    jaxpr = jax.make_jaxpr(AMP(mapped, amp_policy=policy))(W, X)
+    gathers = [
+        ["all_gather" in eqn.primitive.name for eqn in eqns].count(True) for eqns in (equations(jaxpr), in_loops(jaxpr))
+    ]
+    assert gathers == [1, 1]
