@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 _LEAST = 128  # rows of a block
@@ -85,7 +86,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Any, rows: int) -> "_Blocks":
-        groups = sizes.shape[0]
+        groups, sizes = sizes.shape[0], sizes.astype(np.int32)  # they may be unsigned, or have few bits
         block = _block(rows, groups)
         ends, last = jnp.cumsum(sizes), jnp.cumsum(-(-sizes // block))
         starts, first = ends - sizes, last - (-(-sizes // block))

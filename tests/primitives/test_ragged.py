@@ -36,6 +36,10 @@ def params(numbers, **others):
     } | others
 
 
+def multiplied(x, w, sizes, numbers, dtype=jnp.int32):
+    return jax.jit(functools.partial(by_blocks, **params(numbers)))(x, w, jnp.asarray(sizes, dtype))
+
+
 def oracle(x, w, sizes, numbers):
     """In float64, group by group."""
     x, w, ends = np.asarray(x, np.float64), np.asarray(w, np.float64), np.cumsum(sizes)
@@ -53,7 +57,7 @@ def oracle(x, w, sizes, numbers):
 def test_it_is_near_float64(name, sizes):
     x, w, numbers = PASSES[name]
     assert suits(x, w, jnp.asarray(sizes), **params(numbers))
-    found = jax.jit(functools.partial(by_blocks, **params(numbers)))(x, w, jnp.asarray(sizes, jnp.int32))
+    found = multiplied(x, w, sizes, numbers)
     expected = oracle(x, w, sizes, numbers)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * max(1, np.abs(expected).max()))
@@ -66,14 +70,21 @@ def test_rows_in_no_group_have_no_say(name):
     sizes = [100, 700, 3, 0, 257, 512, 300, 0]
     bad = jnp.where(jnp.arange(ROWS) >= sum(sizes), jnp.nan, 0.0)[:, None]
     both = (x + bad, w + bad) if name == "matrices" else (x + bad, w)
-    found = by_blocks(*both, jnp.asarray(sizes, jnp.int32), **params(numbers))
+    found = multiplied(*both, sizes, numbers)
     np.testing.assert_allclose(found, oracle(x, w, sizes, numbers), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint32, jnp.int16])
+def test_sizes_may_be_integers_of_any_kind(dtype):
+    sizes = SIZES["uneven"]
+    found = multiplied(X, W, sizes, FORWARD, dtype)
+    np.testing.assert_allclose(found, oracle(X, W, sizes, FORWARD), rtol=0, atol=1e-5)
 
 
 def test_low_operands_are_added_up_in_float32():
     x, dy = X.astype(jnp.bfloat16), jnp.ones((ROWS, OUT), jnp.bfloat16)
     sizes = [ROWS] + [0] * 7
-    found = by_blocks(x, dy, jnp.asarray(sizes, jnp.int32), **params(BY_MATRICES))
+    found = multiplied(x, dy, sizes, BY_MATRICES)
     np.testing.assert_allclose(found, oracle(x.astype(jnp.float32), dy.astype(jnp.float32), sizes, BY_MATRICES), 1e-3)
 
 
