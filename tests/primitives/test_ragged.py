@@ -36,8 +36,13 @@ def params(numbers, **others):
     } | others
 
 
+@functools.cache
+def compiled(numbers):
+    return jax.jit(functools.partial(by_blocks, **params(numbers)))
+
+
 def multiplied(x, w, sizes, numbers, dtype=jnp.int32):
-    return jax.jit(functools.partial(by_blocks, **params(numbers)))(x, w, jnp.asarray(sizes, dtype))
+    return compiled(numbers)(x, w, jnp.asarray(sizes, dtype))
 
 
 def oracle(x, w, sizes, numbers):
