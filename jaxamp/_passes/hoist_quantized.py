@@ -39,7 +39,7 @@ from .._plan.plan import Setting
 from .._primitives.quantize import CHECKSUM, LARGEST, QUANTIZE, SCALE
 from .._traits import traits_of
 
-QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE)
+_QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE)
 
 
 def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -47,7 +47,7 @@ def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
     return hoisted(program)
 
 
-def hoisted(program: Jaxpr, kinds: Collection[Primitive] = QUANTIZING) -> Jaxpr:
+def hoisted(program: Jaxpr, kinds: Collection[Primitive] = _QUANTIZING) -> Jaxpr:
     """The same of any jaxpr, such as one that was differentiated, and for equations of other kinds."""
     return _rewritten(program, Memo(), _How(kinds, has_bound_axes()))
 

@@ -9,6 +9,7 @@ matmuls of a loop read copies (`_primitives/low_copy.py`), which are then made i
 Loops that gather their weights in each round, on a mesh of several devices or by their own collectives, go on to do so.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +22,10 @@ from .._plan.bodies import Body, with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into
 from .._plan.plan import Setting
-from .._primitives.low_copy import LOW_COPY, WITH_COPY
+from .._primitives.low_copy import LOW_COPY
 from .._primitives.matmul import is_mixed
 from .hoist_quantized import hoisted, may_leave
+from .round_once import low_like, reading_copies
 
 
 def round_in_loops(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -49,7 +51,7 @@ class _Loops:
         for old in body.eqns:
             eqn = self._with_copies_inside(old, same)
             if is_mixed(eqn.primitive):
-                eqn = self._reading_copies(eqn, same, copied, eqns)
+                eqn = reading_copies(eqn, functools.partial(self._copy, eqn, same, eqns), copied, eqns)
             elif may_leave(eqn, same):
                 same.update(eqn.outvars)
             eqns.append(eqn)
@@ -65,26 +67,13 @@ class _Loops:
             return eqn
         return eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
 
-    def _reading_copies(self, eqn: Any, same: set[Var], copied: dict[Var, Var], eqns: list[Any]) -> Any:
-        """A matmul that reads low copies, which it keeps for its backward pass. They are added to `eqns`."""
-        mixing, ins, low = eqn.params["mixing"], list(eqn.invars), self._formats.compute_dtype
-        given = list(mixing.given)
-        for i, is_exact in enumerate(mixing.exact):
-            v = ins[i]
-            if is_exact or isinstance(v, Literal) or v not in same or not self._may_copy(v):
-                continue
-            if v not in copied:
-                copy, copied[v] = Var(v.aval.update(dtype=low, weak_type=False)), Var(v.aval)
-                params = {"low": low, "moves": ()}
-                eqns.append(eqn.replace(primitive=LOW_COPY, invars=[v], outvars=[copy], params=params))
-                eqns.append(eqn.replace(primitive=WITH_COPY, invars=[v, copy], outvars=[copied[v]], params={}))
-            ins[i], given[i] = copied[v], False
-        if ins == eqn.invars:
-            return eqn
-        return eqn.replace(invars=ins, params={**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))})
-
-    def _may_copy(self, v: Var) -> bool:
-        return self._formats.may_lower(v) and not is_on_mesh(v.aval, AxisType.Auto, AxisType.Explicit)
+    def _copy(self, reader: Any, same: set[Var], eqns: list[Any], v: Var) -> Var | None:
+        """The low copy of a value that stays the same. It is made in front of its first reader."""
+        if v not in same or not self._formats.may_lower(v) or is_on_mesh(v.aval, AxisType.Auto, AxisType.Explicit):
+            return None
+        copy, params = low_like(v, self._formats.compute_dtype), {"low": self._formats.compute_dtype, "moves": ()}
+        eqns.append(reader.replace(primitive=LOW_COPY, invars=[v], outvars=[copy], params=params))
+        return copy
 
 
 def _fixed_inside(eqn: Any, inside: Body, same: set[Var]) -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ the first layer, a matmul of two operands of the program: the batch needs no gra
 """
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,7 +107,7 @@ class _Rewriter:
     def _equation(self, eqn: Any) -> Any:
         if _takes_copies(eqn):
             return self._through(eqn)
-        return self._reading_copies(eqn) if is_mixed(eqn.primitive) else eqn
+        return reading_copies(eqn, self._shared_copy, self._instead, self._eqns) if is_mixed(eqn.primitive) else eqn
 
     def _follow(self, eqn: Any) -> None:
         """Note where the result of an equation comes from, if it only moves entries, or sends or rounds them."""
@@ -134,24 +134,12 @@ class _Rewriter:
     def _origin(self, atom: Any) -> _Origin | None:
         return None if isinstance(atom, Literal) else self._origins.get(atom)
 
-    def _copy(self, v: Var) -> Var:
+    def _shared_copy(self, v: Var) -> Var | None:
         """The low copy of a value that has one."""
-        return self._copies.setdefault(self._origins[v], Var(v.aval.update(dtype=self._low, weak_type=False)))
-
-    def _reading_copies(self, eqn: Any) -> Any:
-        """A matmul of copies, which it keeps for its backward pass."""
-        ins, given, mixing = list(eqn.invars), list(eqn.params["mixing"].given), eqn.params["mixing"]
-        for i, is_exact in enumerate(mixing.exact):
-            v, origin = ins[i], self._origin(ins[i])
-            if is_exact or origin is None or origin.operand not in self._read_again:
-                continue
-            if v not in self._instead:
-                self._instead[v] = Var(v.aval)
-                pair, out = [v, self._copy(v)], [self._instead[v]]
-                self._eqns.append(eqn.replace(primitive=WITH_COPY, invars=pair, outvars=out, params={}))
-            ins[i], given[i] = self._instead[v], False
-        params = {**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))}
-        return eqn.replace(invars=ins, params=params)
+        origin = self._origin(v)
+        if origin is None or origin.operand not in self._read_again:
+            return None
+        return self._copies.setdefault(origin, low_like(v, self._low))
 
     def _through(self, eqn: Any) -> Any:
         """A function or a checkpoint that takes copies too."""
@@ -172,6 +160,34 @@ class _Rewriter:
         assert entry is not None
         (inside,) = entry.bodies
         return _rewritten(inside.jaxpr, tuple(self._origin(v) is not None for v in eqn.invars), self._low)
+
+
+def low_like(v: Var, low: np.dtype) -> Var:
+    """A new variable for the low copy of another."""
+    return Var(v.aval.update(dtype=low, weak_type=False))
+
+
+def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict[Var, Var], eqns: list[Any]) -> Any:
+    """A matmul of low copies, which it keeps for its backward pass.
+
+    `instead` says what is read in place of a value. It gets what is made here, and `eqns` the equations that make it.
+    """
+    mixing, ins = eqn.params["mixing"], list(eqn.invars)
+    given = list(mixing.given)
+    for i, is_exact in enumerate(mixing.exact):
+        v = ins[i]
+        if is_exact or isinstance(v, Literal):
+            continue
+        if v not in instead:
+            copy = copy_of(v)
+            if copy is None:
+                continue
+            instead[v] = Var(v.aval)
+            eqns.append(eqn.replace(primitive=WITH_COPY, invars=[v, copy], outvars=[instead[v]], params={}))
+        ins[i], given[i] = instead[v], False
+    if ins == list(eqn.invars):
+        return eqn
+    return eqn.replace(invars=ins, params={**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))})
 
 
 def _takes_copies(eqn: Any) -> bool:

@@ -2,8 +2,8 @@
 
 XLA has an operation for the gradient, `select_and_scatter`. On a GPU it looks for the place of each maximum, writes it
 as four integers, fills an array with zeros, and adds the cotangents to it one by one, with atomics. Here each place is
-a number of one byte, and each entry of the gradient asks the few windows that it is in: with this gradient, a step of a
-ResNet-50 takes 21.3 ms and not 21.7 (H200, jax 0.11). Other platforms keep XLA's operation.
+a number of one byte, and each entry of the gradient asks the few windows that it is in: in a ResNet-50 that takes
+.61 ms, and XLA's operation .85 (H200, jax 0.11). Other platforms keep XLA's.
 """
 
 import functools

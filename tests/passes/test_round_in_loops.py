@@ -26,11 +26,12 @@ def recurrent(w, v, x):
 
 
 def moved(w, v, x):
-    """Weights that are transposed, and cut from one array, in the loop."""
+    """Weights that are joined, split and transposed in the loop."""
 
     def cell(h, x):
-        both = jnp.concatenate([h, x], -1)
-        h = jnp.tanh(both @ jnp.concatenate([w, v]).reshape(64, 32) + x @ w.T)
+        joined = jnp.concatenate([w, v])
+        first, _ = jnp.split(joined, 2)
+        h = jnp.tanh(jnp.concatenate([h, x], -1) @ joined + x @ first.T)
         return h, None
 
     return jnp.mean(lax.scan(cell, x[0], x)[0] ** 2)
@@ -53,7 +54,8 @@ def in_a_function(w, v, x):
 
 
 def while_loop(w, v, x):
-    return jnp.mean(lax.while_loop(lambda h: jnp.sum(h**2) < 0, lambda h: jnp.tanh(h @ w) @ v, x[0]) ** 2)
+    step = lambda state: (state[0] + 1, jnp.tanh(state[1] @ w) @ v)
+    return jnp.mean(lax.while_loop(lambda state: state[0] < 3, step, (0, x[0]))[1] ** 2)
 
 
 LOOPS = [recurrent, moved, checkpointed, nested, in_a_function]
