@@ -10,6 +10,7 @@ A question is the name of an answer below, and its arguments.
 import functools
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -389,6 +390,26 @@ def main():
         text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), *shapes, donate=()).as_text()
         return len(re.findall(r"bf16\[512,512\]\S* convert\(", text))
 
+    def parallel():
+        """The MiB that kernels of a recurrence in parallel read and write, by dtype. Its decays take 4 MiB."""
+
+        def loss(w, x):
+            rates, values = jnp.split(x @ w, 2, -1)
+            keep = jnp.exp(-jax.nn.softplus(rates))
+            later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+            return jnp.mean(jax.lax.associative_scan(later, (keep, keep * values), axis=1)[1] ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 1024), (4, 512, 64))]
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), *shapes, donate=()).as_text()
+        entry = text[text.index("\nENTRY") :]
+        types = dict(re.findall(r"%(\S+) = (\(.*?\)|\S+) \S+\(", entry))
+        kernels = re.findall(r"%(\S+) = .* fusion\((.*?)\), kind", entry)
+        moved = " ".join(types[name] for made, read in kernels for name in (made, *re.findall(r"%([^\s,]+)", read)))
+        found = {"f32": 0, "bf16": 0}
+        for dtype, shape in re.findall(r"\b(f32|bf16)\[([\d,]+)\]", moved):
+            found[dtype] += (4 if dtype == "f32" else 2) * math.prod(map(int, shape.split(","))) / 2**20
+        return found
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -420,6 +441,7 @@ def main():
         "filters": filters,
         "experts": experts,
         "recurrent": recurrent,
+        "parallel": parallel,
         "sharded": sharded,
         "fp8": fp8,
         "quantized in loops": quantized_in_loops,

@@ -4,11 +4,14 @@ The sum of a skip connection is read by a convolution, low, and by the next sum,
 dtypes, and kept for the backward pass in float32. If all that is added in it comes from low matmuls, it has the error
 of a rounding already, and one more rounding costs little. A sum with something exact is not touched, nor is what an
 exponential or another function has made.
+
+A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
+later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
 """
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jec
 from jax import lax
@@ -17,7 +20,8 @@ from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import Format, float_dtype
 from .._jaxpr import Memo
 from .._plan.classify import Mode
-from .._plan.plan import Plan, Reader, Step
+from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step, map_steps
+from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 
@@ -38,7 +42,29 @@ def hold_streams_low(plan: Plan) -> Plan:
         for i in mixed
         if plan.eqns[i].outvars[0] in rounded and plan.eqns[i].outvars[0] not in magnified
     }
-    return plan.with_steps(changed)
+    written = {i for i in changed if _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
+    plan = plan.with_steps(changed)
+    return plan._replace(parts=map_steps(plan.parts, lambda i: Written((i,), i) if i in written else i))
+
+
+class Written(NamedTuple):
+    """An operation whose result, and the cotangent of that, are written to memory once, rounded.
+
+    XLA drops a rounding where all readers widen the result again, and writes it in float32 for them.
+    """
+
+    parts: tuple[Part, ...]
+    last: int
+
+    def with_parts(self, parts: tuple[Part, ...]) -> "Written":
+        return self._replace(parts=parts)
+
+    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
+        runner.run_parts(plan, self.parts, env)
+        ((var, value),) = plan.values_of(self.last)
+        low = plan.setting.formats.compute_dtype
+        with runner.at(plan, self.last):
+            env.write(var, materialize_cotangent(materialize(env.read(var), low), low, row_major=False), value)
 
 
 def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
@@ -76,10 +102,15 @@ def _is_read_low(readers: list[Reader]) -> bool:
 
 def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
-    eqn, step = plan.eqns[i], plan.steps[i]
+    eqn = plan.eqns[i]
     added = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
     several = len({reader.place for reader in readers}) > 1 and len(added) > 1
-    return traits_of(eqn.primitive).sum and step.mode is Mode.FOLLOW and several and not plan.setting.formats.is_narrow
+    return traits_of(eqn.primitive).sum and several and not plan.setting.formats.is_narrow
+
+
+def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:
+    """Whether a sum and all that reads it are float32 for their own sake, as where each step of a recurrence decays."""
+    return plan.steps[i].mode is Mode.AS_WRITTEN and not any(map(_is_low, readers))
 
 
 def _is_large(atom: Any, out: Var) -> bool:
@@ -89,44 +120,64 @@ def _is_large(atom: Any, out: Var) -> bool:
 # -- what has the error of a rounding
 
 
-def _rounded(plan: Plan) -> set[Var]:
-    """The variables whose error is that of a low value of their size, or more.
+def _rounded(plan: Plan, given: Collection[Var] = ()) -> set[Var]:
+    """The variables whose error is that of a low value of their size, or more, if that of `given` is.
 
-    They are made of results of low matmuls by sums, by products with few numbers, as norms do, and by choices, as by a
-    relu or a pooling. Not by an exponential or a quotient: their results may be far more exact than what they read.
+    They are made of results of low matmuls by sums, by choices, as by a relu or a pooling, and by products with
+    anything: a silu or a gelu of a rounded `x` is `x` times something. Not by an exponential or as the divisor of a
+    quotient: the result may be far more exact than what was read.
     """
-    rounded = {v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low}
+    rounded = {
+        v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low or v in given
+    }
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
         floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
         own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
-        if any(value.is_low for value in step.outs) or (traits_of(eqn.primitive).matmul and step.mode is Mode.LOW):
+        is_low = any(value.is_low for value in step.outs) or (traits_of(eqn.primitive).matmul and step.mode is Mode.LOW)
+        if is_low or _is_product_of(eqn, rounded):
             rounded.update(eqn.outvars)
         elif not own and traits_of(eqn.primitive).elementwise:
             repeated.update(eqn.outvars)
-        elif _is_moved(eqn, rounded) or (own and all(v in rounded for v in own) and _is_as_exact(eqn, step, own)):
+        elif _is_moved(eqn, rounded) or _is_as_exact(eqn, step, own, rounded):
             rounded.update(eqn.outvars)
     return rounded
+
+
+def _is_product_of(eqn: Any, variables: Collection[Var]) -> bool:
+    """Whether it is one of these variables times, or divided by, something."""
+    if not traits_of(eqn.primitive).product:
+        return False
+    factors = eqn.invars if eqn.primitive is lax.mul_p else eqn.invars[:1]
+    return any(not isinstance(v, Literal) and v in variables for v in factors)
 
 
 def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
     """Whether its result holds entries of these variables, and of no others."""
     floats = [v for v in eqn.invars if float_dtype(v.aval) is not None and not isinstance(v, Literal)]
+    floats = [v for v in floats if not _is_empty(v)]
     return traits_of(eqn.primitive).moves and bool(floats) and all(v in variables for v in floats)
 
 
-def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any]) -> bool:
-    """Whether the result of an operation is about as exact as the operands `own`, next to their size."""
-    traits = traits_of(eqn.primitive)
+def _is_empty(v: Var) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in v.aval.shape)
+
+
+def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any], rounded: Collection[Var]) -> bool:
+    """Whether the result of an operation is about as exact as rounded ones of its large operands, next to its size."""
+    traits, rounded_own = traits_of(eqn.primitive), [v for v in own if v in rounded]
+    if not rounded_own:
+        return False
     if step.mode is Mode.ENTER:
         body = step.bodies[0] if len(step.bodies) == 1 else None
         if body is None or not (traits.plain_call or traits.own_jvp):
             return False
-        pairs = zip(body.eqns, body.steps, strict=True)
-        return all(_is_as_exact(e, s, [v for v in e.invars if not isinstance(v, Literal)]) for e, s in pairs)
-    if traits.product:
-        return len(own) == 1 and (eqn.primitive is lax.mul_p or own[0] is eqn.invars[0])
-    return (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
+        inside = open_jaxpr(body.jaxpr)
+        given = [v for v, atom in zip(inside.invars, eqn.invars, strict=True) if atom in rounded_own]
+        found = _rounded(body, given)
+        return all(v in found for v in inside.outvars)
+    plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
+    return plain and len(rounded_own) == len(own)
 
 
 def _magnified(plan: Plan) -> Collection[Var]:

@@ -1,6 +1,9 @@
 """Values that are read low and in float32."""
 
+import functools
+
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,6 +107,42 @@ def test_gradients_are_about_as_near_to_float64_as_without_the_pass(low, net):
     assert with_it < min(1.6 * without, by_hand)
 
 
+def recurrence(w, x, decay=1.0):
+    """As in a state space: values that decay are summed along the sequence, in parallel."""
+    values, rates = jnp.split(jax.nn.silu(x @ w), 2, -1)
+    keep = jnp.exp(-decay * jax.nn.softplus(rates))
+    later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+    _, held = lax.associative_scan(later, (keep, values * jnp.sqrt(1 - keep**2 + 1e-6)), axis=1)
+    return jnp.mean((held @ w[:4, :4]) ** 2)
+
+
+SEQUENCE = normal(7, 2, 64, 8)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.05])
+def test_gradients_of_a_recurrence_are_near_to_float64(decay):
+    loss = functools.partial(recurrence, decay=decay)
+    found = jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(W, SEQUENCE)
+    cast = jax.jit(jax.grad(lambda w, x: loss(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)))
+    expected = in_float64(jax.grad(loss), W, SEQUENCE)
+    error, by_hand = (np.linalg.norm(g - expected) / np.linalg.norm(expected) for g in (found, cast(W, SEQUENCE)))
+    assert error < min(2e-2, 0.8 * by_hand)
+
+
+def test_a_recurrence_keeps_its_values_low_and_its_decays_in_float32():
+    plan = hold_streams_low(plan_of(recurrence, W, SEQUENCE))
+    levels = [(eqn, step) for eqn, step in zip(plan.eqns, plan.steps, strict=True) if eqn.outvars[0].aval.ndim == 3]
+    summed = [step.outs[0].is_low for eqn, step in levels if eqn.primitive is lax.add_p and _joins(eqn)]
+    assert sum(summed) > 5
+    decays = [step.outs[0].is_low for eqn, step in levels if eqn.primitive is lax.exp_p]
+    assert decays == [False]
+    assert all(isinstance(part, int) or plan.eqns[part.last].primitive is lax.add_p for part in plan.parts)
+
+
+def _joins(eqn):
+    return not any(isinstance(v, jex_core.Literal) for v in eqn.invars)
+
+
 def low_results(fn, *args) -> list[str]:
     """The operations whose results the pass holds low."""
     plan = plan_of(fn, *args)
@@ -114,6 +153,12 @@ def low_results(fn, *args) -> list[str]:
 
 def test_what_is_read_in_both_dtypes():
     assert low_results(lambda w, x: (lambda h: jnp.exp(h @ w) + h)(norm(x @ w)), W, X) == ["mul"]
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.relu, jax.nn.mish])
+def test_an_activation_is_a_product_with_what_was_rounded(activation):
+    fn = lambda w, x: (lambda h: jnp.exp(h @ w) + h)(activation(norm(x @ w)))
+    assert len(low_results(fn, W, X)) == 1
 
 
 @pytest.mark.parametrize(
@@ -127,6 +172,8 @@ def test_what_is_read_in_both_dtypes():
         lambda w, x: (lambda p: jnp.log(1 - p) + p @ w)(jax.nn.softmax(x @ w)),  # more exact than what it was made of
         lambda w, x: (lambda p: jnp.log(1 - p) + p @ w)(1 / (1 + jnp.exp(-(x @ w)))),
         lambda w, x: (lambda p: jnp.sqrt(2 - 2 * p) + p @ w)(jnp.exp(-((x @ w) ** 2))),
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jax.nn.sigmoid(norm(x @ w))),  # an activation that is no product
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.exp(x) / norm(x @ w)),  # a quotient by what was rounded
         lambda w, x: (lambda h: jnp.linalg.cholesky(h + 9 * jnp.eye(8)) + h @ w)(norm(w @ w.T)),  # a decomposition
     ],
 )
