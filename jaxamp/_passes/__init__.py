@@ -14,6 +14,7 @@ from .cotangents import share_cotangents
 from .hoist_quantized import hoist_quantized
 from .labels import pick_labels
 from .layouts import order_results
+from .lookups import sum_lookups
 from .masks import spread_masks
 from .norms import round_norm_cotangents
 from .pools import pool_by_places
@@ -24,6 +25,7 @@ from .send_low import send_low
 from .share_quantized import share_quantized
 from .softmax import low_softmaxes
 from .streams import hold_streams_low
+from .sum_in_loops import sum_in_loops
 from .transposes import fold_transposes
 
 JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
@@ -37,6 +39,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     choose_low,
     pool_by_places,
     pick_labels,
+    sum_lookups,  # after `pick_labels`: no entry of these is read twice
     round_norm_cotangents,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
@@ -45,6 +48,7 @@ PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     share_quantized,
     send_low,
     hoist_quantized,
+    sum_in_loops,
     recompute,
     round_in_loops,
     round_once,

@@ -160,7 +160,7 @@ def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
 
 
 def _is_empty(v: Var) -> bool:
-    return any(isinstance(size, int) and size == 0 for size in v.aval.shape)
+    return any(isinstance(size, int) and size == 0 for size in getattr(v.aval, "shape", ()))
 
 
 def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any], rounded: Collection[Var]) -> bool:
