@@ -36,13 +36,16 @@ def hold_streams_low(plan: Plan) -> Plan:
     if not mixed:
         return plan
     rounded, magnified = _rounded(plan), _magnified(plan)
+    wide_for_all = {i for i in mixed if _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
     held = Memo()  # equations of a kind share a step
     changed = {
         i: held.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
         for i in mixed
-        if plan.eqns[i].outvars[0] in rounded and plan.eqns[i].outvars[0] not in magnified
+        if plan.eqns[i].outvars[0] in rounded
+        and plan.eqns[i].outvars[0] not in magnified
+        and (i not in wide_for_all or _all_rounded(plan.eqns[i], rounded))
     }
-    written = {i for i in changed if _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
+    written = wide_for_all & changed.keys()
     plan = plan.with_steps(changed)
     return plan._replace(parts=map_steps(plan.parts, lambda i: Written((i,), i) if i in written else i))
 
@@ -157,6 +160,11 @@ def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
     floats = [v for v in eqn.invars if float_dtype(v.aval) is not None and not isinstance(v, Literal)]
     floats = [v for v in floats if not _is_empty(v)]
     return traits_of(eqn.primitive).moves and bool(floats) and all(v in variables for v in floats)
+
+
+def _all_rounded(eqn: Any, rounded: Collection[Var]) -> bool:
+    """Whether no large operand is exact, not even one that is made of constants, such as a mask to be added."""
+    return all(v in rounded for v in eqn.invars if _is_large(v, eqn.outvars[0]))
 
 
 def _is_empty(v: Var) -> bool:
