@@ -63,7 +63,7 @@ class _Loops:
         bodies = [self.rewritten(inside.jaxpr) for inside in entry.bodies]
         if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
             eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        if eqn.primitive.name != "scan" or eqn.params["length"] <= _FEW:
+        if eqn.primitive.name != "scan" or eqn.params["length"] in range(_FEW + 1):  # one that is not known is not
             return [eqn]
         count, _ = scan_counts(eqn.params)
         low = [i for i, v in enumerate(eqn.invars[:count]) if self._is_low(v)]

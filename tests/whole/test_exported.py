@@ -30,6 +30,12 @@ def recurrent(w, x):
     return jnp.mean(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), x[0], x)[0] ** 2)
 
 
+def in_rounds(w, x):
+    """All rounds read one low value; how many they are may be unknown."""
+    shared = x[0] @ w
+    return jnp.mean(lax.map(lambda x: jnp.sin((shared * x) @ w), x))
+
+
 def in_parallel(w, x):
     later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
     return jnp.mean(lax.associative_scan(later, (jax.nn.sigmoid(x), jax.nn.silu(x @ w)), axis=1)[1] ** 2)
@@ -42,6 +48,7 @@ PROGRAMS = {  # the loss, its weight, and shapes of its input
     "pooled": (pooled, MATRIX, ["9, 9, 9, 4", "n, 9, 9, 4", "n, m, m, 4"]),
     "ragged": (ragged, normal(0, 8, 4, 4), ["2048, 4", "n, 4"]),
     "recurrent": (recurrent, MATRIX, ["5, 3, 4", "5, n, 4"]),
+    "in rounds": (in_rounds, MATRIX, ["5, 4, 4", "n, 4, 4"]),
     "in parallel": (in_parallel, MATRIX, ["3, 8, 4", "n, 8, 4"]),
 }
 
