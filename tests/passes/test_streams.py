@@ -161,6 +161,20 @@ def test_an_activation_is_a_product_with_what_was_rounded(activation):
     assert len(low_results(fn, W, X)) == 1
 
 
+def test_squares_are_not_held_in_float16():
+    """They are finite in float32, and what reads them in float32 gets them so."""
+
+    def energies(w, x):
+        h = 300 * norm(x @ w)
+        return jnp.mean(jnp.sqrt(jnp.sum(h * h, -1)) + jnp.sum((h * h * 1e-6) @ w, -1))
+
+    assert np.isfinite(jaxamp.amp(energies, compute_dtype=jnp.float16)(W, X))
+    squared = lambda w, x: (lambda h: jnp.exp(h @ w) + h)(norm(x @ w) * norm(x @ w.T))
+    plan = plan_of(squared, W, X, compute_dtype=jnp.float16)
+    assert hold_streams_low(plan).steps == plan.steps
+    assert len(low_results(squared, W, X)) == 1
+
+
 @pytest.mark.parametrize(
     "fn",
     [
