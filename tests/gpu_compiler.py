@@ -209,6 +209,26 @@ def main():
         text = compiled(gradient, params, shape(64, 64, 512, spec=("d",)), donate=()).as_text()
         return {"collectives": sorted(set(re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", text)))}
 
+    def looked_up():
+        """What devices tell each other for the gradient of a lookup, the nodes and the edges shared among them."""
+        mesh = mesh_of(8)
+        shape = lambda dtype, *axes, spec=(): jax.ShapeDtypeStruct(
+            axes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
+        def loss(w, x, senders):
+            return jnp.mean(((x @ w)[senders] @ w) ** 2)
+
+        args = (
+            shape(jnp.float32, 256, 256),
+            shape(jnp.float32, 4096, 256, spec=("d",)),
+            shape(jnp.int32, 32768, spec=("d",)),
+        )
+        program = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), *args, donate=())
+        return sorted(
+            [row.kind, row.dtype, row.bytes] for row in jaxamp.compiled_collectives(program) if row.bytes > 64
+        )
+
     def fp8(number):
         """Matmuls by the dtypes of their operands, temporary bytes, and what devices send, under both policies.
 
@@ -443,6 +463,7 @@ def main():
         "recurrent": recurrent,
         "parallel": parallel,
         "sharded": sharded,
+        "looked up": looked_up,
         "fp8": fp8,
         "quantized in loops": quantized_in_loops,
         "turned": turned,

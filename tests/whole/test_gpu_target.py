@@ -31,6 +31,7 @@ QUESTIONS = {
     "recurrent": ["recurrent"],
     "parallel": ["parallel"],
     "sharded": ["sharded"],
+    "looked up": ["looked up"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
@@ -166,6 +167,15 @@ def test_a_recurrence_in_parallel_writes_its_values_rounded(answers):
 def test_layouts_gather_nothing(answers):
     """The partitioner would gather what has a layout asked for; gradients are summed over devices, and that is all."""
     assert answers["sharded"]["collectives"] == ["all-reduce"]
+
+
+def test_what_is_looked_up_on_other_devices_is_sent_low_and_its_gradient_summed_in_float32(answers):
+    """4,096 rows of 256 numbers, and the gradient of the weight."""
+    assert answers["looked up"] == [
+        ["all-gather", "bfloat16", 2 * 2**20],
+        ["all-reduce", "float32", 2**18],
+        ["reduce-scatter", "float32", 4 * 2**20],
+    ]
 
 
 def test_matmuls_are_fp8_in_both_passes(answers):
