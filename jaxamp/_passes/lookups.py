@@ -22,7 +22,9 @@ from .._primitives.low_copy import WITH_COPY
 
 def sum_lookups(plan: Plan) -> Plan:
     """Let gathers from low arrays have gradients that are summed in float32."""
-    found = [i for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)) if _repeats_low(eqn, step)]
+    may_lower = plan.setting.formats.may_lower
+    pairs = enumerate(zip(plan.eqns, plan.steps, strict=True))
+    found = [i for i, (eqn, step) in pairs if _repeats_low(eqn, step) and may_lower(eqn.invars[0])]
     return plan.with_steps({i: plan.steps[i]._replace(operation=_looked_up, touched=True) for i in found})
 
 
