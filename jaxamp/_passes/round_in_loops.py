@@ -25,7 +25,7 @@ from .._plan.plan import Setting
 from .._primitives.low_copy import LOW_COPY
 from .._primitives.matmul import is_mixed
 from .hoist_quantized import hoisted, may_leave
-from .round_once import low_like, reading_copies
+from .round_once import in_dtype, reading_copies
 
 
 def round_in_loops(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -71,7 +71,7 @@ class _Loops:
         """The low copy of a value that stays the same. It is made in front of its first reader."""
         if v not in same or not self._formats.may_lower(v) or is_on_mesh(v.aval, AxisType.Auto, AxisType.Explicit):
             return None
-        copy, params = low_like(v, self._formats.compute_dtype), {"low": self._formats.compute_dtype, "moves": ()}
+        copy, params = in_dtype(v, self._formats.compute_dtype), {"low": self._formats.compute_dtype, "moves": ()}
         eqns.append(reader.replace(primitive=LOW_COPY, invars=[v], outvars=[copy], params=params))
         return copy
 

@@ -139,7 +139,7 @@ class _Rewriter:
         origin = self._origin(v)
         if origin is None or origin.operand not in self._read_again:
             return None
-        return self._copies.setdefault(origin, low_like(v, self._low))
+        return self._copies.setdefault(origin, in_dtype(v, self._low))
 
     def _through(self, eqn: Any) -> Any:
         """A function or a checkpoint that takes copies too."""
@@ -162,9 +162,9 @@ class _Rewriter:
         return _rewritten(inside.jaxpr, tuple(self._origin(v) is not None for v in eqn.invars), self._low)
 
 
-def low_like(v: Var, low: np.dtype) -> Var:
-    """A new variable for the low copy of another."""
-    return Var(v.aval.update(dtype=low, weak_type=False))
+def in_dtype(v: Var, dtype: np.dtype) -> Var:
+    """A new variable for another's values in a dtype."""
+    return Var(v.aval.update(dtype=dtype, weak_type=False))
 
 
 def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict[Var, Var], eqns: list[Any]) -> Any:

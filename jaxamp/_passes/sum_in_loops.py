@@ -32,6 +32,7 @@ from .._plan.bodies import with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._primitives.low_copy import WITH_COPY
+from .round_once import in_dtype
 
 _FEW = 4  # rounds
 _WIDE = np.dtype(np.float32)
@@ -78,10 +79,10 @@ class _Loops:
         operands, own = list(loop.invars), list(open_jaxpr(jaxpr).invars)
         in_front, first, wide, wide_inside = list[Any](), list[Any](), list[Var](), list[Var]()
         for i in low:
-            wide.append(_like(operands[i], _WIDE))
+            wide.append(in_dtype(operands[i], _WIDE))
             in_front.append(_cast(loop, operands[i], wide[-1], _WIDE))
-            given, both, read = Var(own[i].aval), _like(own[i], _WIDE), own[i]
-            wide_inside.append(_like(read, _WIDE))
+            given, both, read = Var(own[i].aval), in_dtype(own[i], _WIDE), own[i]
+            wide_inside.append(in_dtype(read, _WIDE))
             first.append(_equation(loop, WITH_COPY, [wide_inside[-1], given], both))
             first.append(_cast(loop, both, read, self._low))
             own[i] = given
@@ -89,10 +90,6 @@ class _Loops:
         body = with_operands(body, [*own[:count], *wide_inside, *own[count:]])
         params = {**more_constants(loop.params, len(low)), "jaxpr": body}
         return [*in_front, loop.replace(invars=[*operands[:count], *wide, *operands[count:]], params=params)]
-
-
-def _like(v: Var, dtype: np.dtype) -> Var:
-    return Var(v.aval.update(dtype=dtype, weak_type=False))
 
 
 def _cast(like: Any, v: Var, out: Var, dtype: np.dtype) -> Any:

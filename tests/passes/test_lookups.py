@@ -51,7 +51,7 @@ FUNCTIONS = [edges, differences, taken, columns, of_each]
 
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_gradients_are_near_to_float64(fn):
-    """Summed in bfloat16, they are off by more than a half."""
+    """Summed in bfloat16, they are off by a third or more."""
     expected = in_float64(jax.grad(fn), W, X, C)
     error = lambda amp: float(np.linalg.norm(jax.jit(jax.grad(amp(fn)))(W, X, C) - expected) / np.linalg.norm(expected))
     assert error(AMP) < 2e-2
