@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType
 
 from ._compat import (
@@ -226,6 +227,26 @@ def _signature(eqn: Any) -> Hashable:
 
 def _bytes(number: Any) -> bytes:
     return np.asarray(number).tobytes()
+
+
+# -- new equations
+
+
+def in_dtype(v: Var, dtype: np.dtype) -> Var:
+    """A new variable for another's values in a dtype."""
+    return Var(v.aval.update(dtype=dtype, weak_type=False))
+
+
+def cast_equation(like: Any, atom: Any, out: Var) -> Any:
+    """An equation at the place of another that casts to the dtype of its result."""
+    aval: Any = out.aval
+    params = {"new_dtype": aval.dtype, "weak_type": False, "sharding": None}
+    return equation_at(like, lax.convert_element_type_p, [atom], out, **params)
+
+
+def equation_at(like: Any, primitive: Primitive, ins: Sequence[Any], out: Var, **params: Any) -> Any:
+    """An equation at the place of another, without effects."""
+    return like.replace(primitive=primitive, invars=list(ins), outvars=[out], params=params, effects=frozenset())
 
 
 class Memo:

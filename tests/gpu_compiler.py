@@ -357,6 +357,44 @@ def main():
         dtypes = {d for one in written for d in re.findall(r"(\w+)\[16,(?:64,64|32,32),64\]", one)}
         return {"dtypes": sorted(dtypes), "scatters": entry.count("scatter")}
 
+    def batch_norm():
+        """How often kernels that sum read an array as large as the image, for the gradient of a BatchNorm and silu."""
+        lax, axes = jax.lax, (0, 1, 2)
+
+        def norm(x, scale, offset):
+            mean = x.mean(axes)
+            return (x - mean) / jnp.sqrt(jnp.square(x - mean).mean(axes) + 1e-5) * scale + offset
+
+        def loss(w, scale, offset, x):
+            conv = lambda x: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.mean(conv(jax.nn.silu(norm(conv(x), scale, offset))) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 3, 64, 64), (64,), (64,), (16, 32, 32, 64))]
+        found = {}
+        for name, disabled in (("with", []), ("without", ["sum_channels_once", "square_centered"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            entry = compiled(jax.grad(amp, (0, 1, 2)), *shapes, donate=()).as_text().split("\nENTRY")[1]
+            types = dict(re.findall(r"%(\S+) = (\(.*?\)|\S+) \S+\(", entry))
+            sums = re.findall(r"%\S*reduce\S* = .* fusion\((.*?)\), kind", entry)
+            read = (types[operand] for operands in sums for operand in re.findall(r"%([^\s,]+)", operands))
+            found[name] = sum("[16,32,32,64]" in one for one in read)
+        return found
+
+    def negated():
+        """Whether kernels that add at given places negate what they add: XLA has no instruction for that."""
+
+        def loss(w, table, x, places):
+            return jnp.mean((x @ w - table[places]) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (256, 64), (4096, 64))]
+        places = jax.ShapeDtypeStruct((4096,), jnp.int32)
+        found = {}
+        for name, disabled in (("with", []), ("without", ["write_negated_lookups"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            text = compiled(jax.grad(amp, (0, 1)), *shapes, places, donate=()).as_text()
+            found[name] = any(" scatter(" in part and " negate(" in part for part in text.split("\n\n"))
+        return found
+
     def head():
         """The widths of what the matmuls of a head of 50257 words read and make, and what writes all scores."""
 
@@ -457,6 +495,8 @@ def main():
         "kept": kept,
         "laplacian": laplacian,
         "residual": residual,
+        "batch norm": batch_norm,
+        "negated": negated,
         "head": head,
         "filters": filters,
         "experts": experts,

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from .._compat import Jaxpr
 from .._plan.plan import Plan, Setting
 from .alignment import align_matmuls
+from .carries import carry_low
+from .centered import square_centered
+from .channel_sums import sum_channels_once
 from .choices import choose_low
 from .cotangents import share_cotangents
 from .hoist_quantized import hoist_quantized
@@ -16,6 +19,7 @@ from .labels import pick_labels
 from .layouts import order_results
 from .lookups import sum_lookups
 from .masks import spread_masks
+from .negated_lookups import write_negated_lookups
 from .norms import round_norm_cotangents
 from .pools import pool_by_places
 from .recompute import recompute
@@ -40,7 +44,10 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     pool_by_places,
     pick_labels,
     sum_lookups,  # after `pick_labels`: no entry of these is read twice
+    write_negated_lookups,
     round_norm_cotangents,
+    square_centered,
+    sum_channels_once,
     share_cotangents,  # last: it changes single steps, those inside of regions too
 )
 
@@ -49,6 +56,7 @@ PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     send_low,
     hoist_quantized,
     sum_in_loops,
+    carry_low,
     recompute,
     round_in_loops,
     round_once,

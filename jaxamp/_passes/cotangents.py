@@ -4,7 +4,8 @@ The cotangent of a sum with something that is repeated, such as a bias, goes two
 is the cotangent of an operation that runs low. Both read one array, rounded once. And an operand that is repeated along
 an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32.
 
-The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these.
+The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these. So
+are those that come from a relu or the like: XLA writes them, rounded, in the kernel that sums them for the bias.
 """
 
 from collections.abc import Sequence, Set
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from .._compat import Literal, Var
+from .._compat import Literal, Var, open_jaxpr
 from .._formats import Format, cast, float_dtype
+from .._plan.bodies import functions_in
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Runner, map_steps
+from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
 from .._plan.sensitivity import FREE
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
@@ -36,8 +38,12 @@ def share_cotangents(plan: Plan) -> Plan:
     }
     if not found:
         return plan
-    others = _no_biases(plan)
-    return plan._replace(parts=map_steps(plan.parts, lambda i: SharedCotangent((i,), others) if i in found else i))
+    others, readers = _no_biases(plan), plan.readers()
+
+    def shared(i: int) -> Part:
+        return SharedCotangent((i,), others, _is_chosen(plan, i, readers)) if i in found else i
+
+    return plan._replace(parts=map_steps(plan.parts, shared))
 
 
 def _no_biases(plan: Plan) -> frozenset[Var]:
@@ -71,11 +77,48 @@ def _is_repeated(eqn: Any) -> Any:
     return lambda v: not isinstance(v, Literal) and v.aval.shape != shape and float_dtype(v.aval) is not None
 
 
+_CHOICES = lax.max_p, lax.min_p, lax.clamp_p, lax.select_n_p
+
+
+def _is_chosen(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> bool:
+    """Whether all that is made of a result goes through an activation by comparison, after cheap work or none."""
+    waiting, seen, chosen = [*plan.eqns[i].outvars], {i}, False
+    while waiting:
+        for reader in readers.get(waiting.pop(), []):
+            if reader.place == len(plan.eqns):
+                return False
+            eqn = plan.eqns[reader.place]
+            if _chooses(eqn):
+                chosen = True
+            elif not traits_of(eqn.primitive).compares:
+                if not _is_cheap(eqn):
+                    return False
+                waiting += eqn.outvars if reader.place not in seen else []
+            seen.add(reader.place)
+    return chosen
+
+
+def _chooses(eqn: Any) -> bool:
+    """Whether it is an activation by comparison, such as a relu: XLA makes it again for each reader."""
+    traits = traits_of(eqn.primitive)
+    if traits.plain_call or traits.own_jvp:
+        inside = [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
+        plain = all(_chooses(inner) or _is_cheap(inner) for inner in inside)
+        return plain and any(map(_chooses, inside))
+    return eqn.primitive in _CHOICES
+
+
+def _is_cheap(eqn: Any) -> bool:
+    traits = traits_of(eqn.primitive)
+    return (traits.elementwise or traits.compares) and not traits.transcendental
+
+
 class SharedCotangent(NamedTuple):
     """One operation that repeats an operand along an axis."""
 
     parts: tuple[Part, ...]
     others: frozenset[Var]  # see `_no_biases`
+    is_chosen: bool  # whether the cotangent comes from activations by comparison
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
         return self._replace(parts=parts)
@@ -91,7 +134,7 @@ class SharedCotangent(NamedTuple):
                 for v, format_ in zip(eqn.invars, step.reads, strict=True)
             ]
             outs = runner.operate(plan, i, operands)
-            if traits_of(eqn.primitive).sum and not _is_any(self.others, eqn.invars):
+            if traits_of(eqn.primitive).sum and not self.is_chosen and not _is_any(self.others, eqn.invars):
                 free = plan.setting.keep != "all" and not step.is_pinned
                 outs = _with_one_cotangent(env, eqn, step.reads, outs, low, free)
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):

@@ -17,7 +17,7 @@ from typing import Any
 from jax.sharding import AxisType
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scan_counts, with_equations
-from .._jaxpr import Memo, is_on_mesh
+from .._jaxpr import Memo, in_dtype, is_on_mesh
 from .._plan.bodies import Body, with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into
@@ -25,7 +25,7 @@ from .._plan.plan import Setting
 from .._primitives.low_copy import LOW_COPY
 from .._primitives.matmul import is_mixed
 from .hoist_quantized import hoisted, may_leave
-from .round_once import in_dtype, reading_copies
+from .round_once import reading_copies
 
 
 def round_in_loops(program: Jaxpr, setting: Setting) -> Jaxpr:

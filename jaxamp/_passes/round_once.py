@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
-from .._jaxpr import is_on_mesh
+from .._jaxpr import in_dtype, is_on_mesh
 from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
@@ -160,11 +160,6 @@ class _Rewriter:
         assert entry is not None
         (inside,) = entry.bodies
         return _rewritten(inside.jaxpr, tuple(self._origin(v) is not None for v in eqn.invars), self._low)
-
-
-def in_dtype(v: Var, dtype: np.dtype) -> Var:
-    """A new variable for another's values in a dtype."""
-    return Var(v.aval.update(dtype=dtype, weak_type=False))
 
 
 def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict[Var, Var], eqns: list[Any]) -> Any:

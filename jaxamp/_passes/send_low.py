@@ -10,9 +10,6 @@ Where the gathering is left to XLA's partitioner, it rounds first on its own; `r
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from jax import lax
-
 from .._compat import Jaxpr, Literal, Primitive, Var, open_jaxpr, scopes, with_equations
 from .._jaxpr import Memo
 from .._plan.bodies import Entry, with_replaced_bodies
@@ -20,15 +17,10 @@ from .._plan.classify import Path
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._policy.communication import Communication
-from .._primitives.in_format import is_alias
-from .._primitives.matmul import is_mixed
-from .._primitives.quantize import LARGEST, QUANTIZE, SCALE
-from .._primitives.quantized_matmul import is_quantized
 from .._primitives.sent_low import reduced_low, sent_low, takes_wire
 from .._traits import traits_of
+from .rounded_reads import Flags, RoundedReads, rounds
 from .send_quantized import send_quantized
-
-Flags = tuple[bool, ...]  # of variables: whether all that reads them rounds them
 
 
 def send_low(program: Jaxpr, setting: Setting, rounded: Sequence[bool] = (), path: Path = ()) -> Jaxpr:
@@ -78,26 +70,17 @@ class _Sender:
         return self._memo.get(jaxpr, (outs, path), lambda: self._run(jaxpr, outs, path))
 
     def _run(self, jaxpr: Jaxpr, outs: Flags, path: Path) -> tuple[Jaxpr, Flags]:
-        body = open_jaxpr(jaxpr)
-        rounded: dict[Var, bool] = {}
-
-        def read(atoms: Sequence[Any], flags: Sequence[bool]) -> None:
-            for atom, flag in zip(atoms, flags, strict=True):
-                if not isinstance(atom, Literal):
-                    rounded[atom] = rounded.get(atom, True) and flag
-
-        read(body.outvars, outs)
-        eqns: list[Any] = []
+        body, eqns = open_jaxpr(jaxpr), list[Any]()
+        reads = RoundedReads(body.outvars, outs)
         asked = lambda eqn: self._communication(path + scopes(eqn.source_info.name_stack))
         written = send_quantized(body.eqns, body.outvars, asked)
         for eqn in reversed(written):
-            results = tuple(rounded.get(v, False) for v in eqn.outvars)
-            new, flags = self._equation(eqn, results, path + scopes(eqn.source_info.name_stack))
-            read(eqn.invars, flags)
+            new, flags = self._equation(eqn, reads.of(eqn.outvars), path + scopes(eqn.source_info.name_stack))
+            reads.read(eqn.invars, flags)
             eqns.append(new)
         eqns.reverse()
         same = len(eqns) == len(body.eqns) and all(new is old for new, old in zip(eqns, body.eqns, strict=True))
-        return jaxpr if same else _sent_once(jaxpr, eqns), tuple(rounded.get(v, False) for v in body.invars)
+        return jaxpr if same else _sent_once(jaxpr, eqns), reads.of(body.invars)
 
     def _equation(self, eqn: Any, results: Flags, path: Path) -> tuple[Any, Flags]:
         """An equation whose results are read so, rewritten, and which of its operands it rounds."""
@@ -106,18 +89,7 @@ class _Sender:
         entry = describe(eqn)
         if entry is not None:
             return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results, path)
-        if is_quantized(eqn.primitive) or eqn.primitive in (SCALE, LARGEST, QUANTIZE):
-            read = 2 if is_quantized(eqn.primitive) and "derivative" not in params else 1
-            return eqn, (True,) * read + none[read:]
-        if is_mixed(eqn.primitive):
-            exact = params["mixing"].exact
-            both = tuple(params["compute_dtype"] == self._low and not each for each in exact)
-            return eqn, both + none[2:]
-        if is_alias(eqn):
-            return eqn, results
-        if eqn.primitive is lax.convert_element_type_p:
-            return eqn, (np.dtype(params["new_dtype"]) == self._low,)
-        relayed = (traits.relays and all(results),) * len(eqn.invars)
+        relayed = rounds(eqn, results, self._low)
         is_sent = traits.communicates or takes_wire(eqn.primitive)
         if not is_sent or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):
             return eqn, relayed
@@ -128,9 +100,9 @@ class _Sender:
             return eqn.replace(primitive=reduced_low(eqn.primitive), params=changed) if is_low else eqn, relayed
         if all(results):
             _check(eqn.primitive, asked)
-            rounds = asked.gather == "compute"
-            changed["low"] = self._low if rounds else eqn.invars[0].aval.dtype
-            return eqn.replace(primitive=sent_low(eqn.primitive), params=changed), (rounds,)
+            gathers_low = asked.gather == "compute"
+            changed["low"] = self._low if gathers_low else eqn.invars[0].aval.dtype
+            return eqn.replace(primitive=sent_low(eqn.primitive), params=changed), (gathers_low,)
         if asked.reduce != "float32" and takes_wire(eqn.primitive):
             return eqn.replace(primitive=reduced_low(eqn.primitive), params=changed), none
         return eqn, none

@@ -5,6 +5,9 @@ dtypes, and kept for the backward pass in float32. If all that is added in it co
 of a rounding already, and one more rounding costs little. A sum with something exact is not touched, nor is what an
 exponential or another function has made.
 
+The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
+backward pass would read only the sum.
+
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
 """
@@ -25,6 +28,8 @@ from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 
+_OTHERS = 2**30
+
 
 def hold_streams_low(plan: Plan) -> Plan:
     """Let results that are read in both dtypes, and sums that several operations read, be held low."""
@@ -32,11 +37,12 @@ def hold_streams_low(plan: Plan) -> Plan:
         return plan
     wide = [i for i in plan.parts if isinstance(i, int) and _is_wide(plan, i)]
     readers = plan.readers() if wide else {}
-    mixed = [i for i in wide if _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
+    of_matmuls = _sums_of_matmuls(plan, wide, readers)
+    mixed = [i for i in wide if i in of_matmuls or _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
     if not mixed:
         return plan
     rounded, magnified = _rounded(plan), _magnified(plan)
-    wide_for_all = {i for i in mixed if _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
+    wide_for_all = {i for i in mixed if i in of_matmuls or _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
     held = Memo()  # equations of a kind share a step
     changed = {
         i: held.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
@@ -109,6 +115,32 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     added = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
     several = len({reader.place for reader in readers}) > 1 and len(added) > 1
     return traits_of(eqn.primitive).sum and several and not plan.setting.formats.is_narrow
+
+
+def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Reader]]) -> set[int]:
+    """Sums of two low matmuls or more, and of biases, that are read in float32. Nothing else reads what they add."""
+    sums = [i for i in wide if traits_of(plan.eqns[i].primitive).sum and not plan.setting.formats.is_narrow]
+    if not sums or plan.setting.keep == "all":
+        return set()
+    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars}
+
+    def matmuls(i: int) -> int:
+        """How many matmuls an operation adds, itself counted; large, if it adds something else."""
+        eqn, step = plan.eqns[i], plan.steps[i]
+        traits = traits_of(eqn.primitive)
+        if traits.matmul:
+            return 1 if step.outs[0].is_low else _OTHERS
+        if not (traits.sum or traits.keeps_all_entries or traits.passes_on) or step.is_pinned or step.mode is Mode.RULE:
+            return _OTHERS
+        large = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
+        own = [v for v in large if v in made and len(readers[v]) == 1]
+        return sum(matmuls(made[v]) for v in own) if own and len(own) == len(large) else _OTHERS
+
+    found = {
+        i for i in sums if 2 <= matmuls(i) < _OTHERS and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))
+    }
+    inside = {made[v] for i in found for v in plan.eqns[i].invars if not isinstance(v, Literal) and v in made}
+    return found - inside
 
 
 def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:

@@ -14,12 +14,10 @@ import operator
 from typing import Any
 
 import numpy as np
-from jax import lax
 
 from .._compat import (
     Jaxpr,
     Literal,
-    Primitive,
     Var,
     more_constants,
     open_jaxpr,
@@ -27,12 +25,11 @@ from .._compat import (
     with_equations,
     with_operands,
 )
-from .._jaxpr import Memo
+from .._jaxpr import Memo, cast_equation, equation_at, in_dtype
 from .._plan.bodies import with_replaced_bodies
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._primitives.low_copy import WITH_COPY
-from .round_once import in_dtype
 
 _FEW = 4  # rounds
 _WIDE = np.dtype(np.float32)
@@ -80,23 +77,13 @@ class _Loops:
         in_front, first, wide, wide_inside = list[Any](), list[Any](), list[Var](), list[Var]()
         for i in low:
             wide.append(in_dtype(operands[i], _WIDE))
-            in_front.append(_cast(loop, operands[i], wide[-1], _WIDE))
+            in_front.append(cast_equation(loop, operands[i], wide[-1]))
             given, both, read = Var(own[i].aval), in_dtype(own[i], _WIDE), own[i]
             wide_inside.append(in_dtype(read, _WIDE))
-            first.append(_equation(loop, WITH_COPY, [wide_inside[-1], given], both))
-            first.append(_cast(loop, both, read, self._low))
+            first.append(equation_at(loop, WITH_COPY, [wide_inside[-1], given], both))
+            first.append(cast_equation(loop, both, read))
             own[i] = given
         body = with_equations(jaxpr, [*first, *open_jaxpr(jaxpr).eqns])
         body = with_operands(body, [*own[:count], *wide_inside, *own[count:]])
         params = {**more_constants(loop.params, len(low)), "jaxpr": body}
         return [*in_front, loop.replace(invars=[*operands[:count], *wide, *operands[count:]], params=params)]
-
-
-def _cast(like: Any, v: Var, out: Var, dtype: np.dtype) -> Any:
-    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    return _equation(like, lax.convert_element_type_p, [v], out, **params)
-
-
-def _equation(like: Any, primitive: Primitive, ins: list[Var], out: Var, **params: Any) -> Any:
-    """An equation at the place of another."""
-    return like.replace(primitive=primitive, invars=ins, outvars=[out], params=params, effects=frozenset())

@@ -64,17 +64,18 @@ def _rounded(x: Any, *readers: Any, of_value: bool, dtype: np.dtype, row_major: 
     return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype) if of_value else x
 
 
-def _on_cuda(x: Any, *readers: Any, of_value: bool, dtype: np.dtype, row_major: bool) -> Any:
+def _on_cuda(x: Any, *readers: Any, of_value: bool, dtype: np.dtype, row_major: bool, may_lay_out: bool = False) -> Any:
     if not of_value:
         return x
     out = lax.convert_element_type(x, dtype)
-    out = lax.optimization_barrier(out) if dtype != np.float32 else out
-    out = _laid_out(out) if row_major else out
+    if not (row_major and dtype == np.float32):  # float32 is asked for by its layout alone
+        out = lax.optimization_barrier(out)
+    out = _laid_out(out) if row_major and may_lay_out else out
     return lax.convert_element_type(out, x.dtype)
 
 
-def _materialized_on_cuda(ctx: Any, *operands: Any, row_major: bool, **params: Any) -> Any:
-    return _lowering(_on_cuda)(ctx, *operands, row_major=row_major and takes_layouts(ctx), **params)
+def _materialized_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return _lowering(_on_cuda)(ctx, *operands, may_lay_out=takes_layouts(ctx), **params)
 
 
 def _row_major_on_cuda(ctx: Any, x: Any) -> Any:

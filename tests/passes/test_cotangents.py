@@ -52,7 +52,7 @@ def test_a_plan_without_low_operations_is_left_as_it_is():
 
 
 def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_reads():
-    fn = lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w)
+    fn = lambda w, b, x: jnp.sum(jnp.tanh(x @ w.T + b) @ w)
     jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, B, X)
     (held,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
     assert held.params["dtype"] == jnp.bfloat16
@@ -62,7 +62,7 @@ def test_a_bias_that_is_added_low_is_summed_in_float32_from_what_the_matmul_read
 @pytest.mark.parametrize(
     ("after", "readers"),
     [
-        (lambda y, w: jnp.sum(jax.nn.relu(y) @ w), ["convert_element_type", "mixed_dot_general", "mixed_dot_general"]),
+        (lambda y, w: jnp.sum(jnp.tanh(y) @ w), ["convert_element_type", "mixed_dot_general", "mixed_dot_general"]),
         (lambda y, w: jnp.sum(y**2), ["convert_element_type", "reduce_sum"]),  # rounded, and back for both
     ],
 )
@@ -72,6 +72,25 @@ def test_a_bias_and_the_matmul_before_it_read_one_held_cotangent(after, readers)
     found = list(equations(jax.make_jaxpr(jax.grad(AMP(fn), (0, 1, 2)))(W, B, X)))
     (held,) = [eqn for eqn in found if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
     assert sorted(eqn.primitive.name for eqn in found if held.outvars[0] in eqn.invars) == readers
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        jax.nn.relu,
+        jax.nn.leaky_relu,
+        jax.nn.relu6,
+        lambda y: jnp.maximum(y, 0.1),
+        lambda y: jnp.where(y > 0, y, -2 * y),
+    ],
+)
+def test_a_cotangent_that_a_comparison_makes_is_not_held(activation):
+    """XLA writes it in the kernel that sums it for the bias. The sum is in float32 all the same."""
+    fn = lambda w, b, x: jnp.sum(activation(x @ w.T + b) @ w)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, B, X)
+    assert not [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
+    assert_near(jax.jit(jax.grad(AMP(fn), (0, 1)))(W, B, X), in_float64(jax.grad(fn, (0, 1)), W, B, X), 3e-2)
 
 
 def test_a_bias_gradient_over_many_rows_is_not_lost():

@@ -161,6 +161,44 @@ def test_an_activation_is_a_product_with_what_was_rounded(activation):
     assert len(low_results(fn, W, X)) == 1
 
 
+def gates(h):
+    """What reads a sum once, in float32."""
+    a, b = jnp.split(h, 2, -1)
+    return jnp.exp(jax.nn.sigmoid(a) * jnp.tanh(b))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: gates(x @ w + jnp.sin(x) @ w),
+        lambda w, x: gates((x @ w + w[0]) + (jnp.sin(x) @ w - w[1])),
+        lambda w, x: gates(x @ w + jnp.sin(x) @ w + jnp.cos(x) @ w),
+    ],
+)
+def test_the_sum_of_matmuls_is_kept_and_not_each_of_them(fn):
+    assert [name for name in low_results(fn, W, X) if name in ("add", "sub")] == ["add"]
+    loss = lambda w, x: jnp.mean(fn(w, x))
+    large = [dtype for shape, dtype in kept(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), W, X) if shape == X.shape]
+    assert large.count("bfloat16") <= 1 + 2  # and what the matmuls read
+    assert_near(
+        [jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(W, X)],
+        [in_float64(jax.grad(loss), W, X)],
+        2e-2,
+    )
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (lambda a, b: (gates(a + b), jnp.exp(a)))(x @ w, jnp.sin(x) @ w),  # one of them is read again
+        lambda w, x: gates(x @ w + jnp.exp(x)),  # something exact is added
+        lambda w, x: gates(x @ w + w[0]),  # one matmul
+    ],
+)
+def test_sums_that_are_not_of_matmuls_alone(fn):
+    assert not {"add", "sub"} & set(low_results(fn, W, X))
+
+
 def test_squares_are_not_held_in_float16():
     """They are finite in float32, and what reads them in float32 gets them so."""
 

@@ -25,11 +25,12 @@ def network(w, b, x):
     scores = jnp.where(mask, jnp.stack([h @ h.T] * 2), -1e9)
     h = (jax.nn.softmax(scores) @ h)[0]
     h = jax.nn.gelu(h @ w + b) @ w
-    h = jax.nn.silu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-6) * b) @ w
+    h = jax.nn.silu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-6) * b + b) @ w
     h = jax.lax.reduce_window(jnp.exp(-(h**2)), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") @ w
     h = h / jnp.sqrt(jnp.sum(h**2, -1, keepdims=True))
     h = jnp.sin(h @ w) + h
-    h = (h @ w)[jnp.array([0, 0, 1, 2])] @ w
+    h = (h - (h @ w)[jnp.array([0, 0, 1, 2])]) @ w
+    h = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w) * x, None), h, jnp.stack([h] * 2))[0] @ w
     shared = h @ w
     h = jax.lax.map(lambda row: jnp.sum((shared * row) @ w, 0), jnp.concatenate([h, h]))[:4]
     h = jax.lax.fori_loop(0, 2, lambda _, h: jnp.sin(h @ w), h)

@@ -32,6 +32,8 @@ QUESTIONS = {
     "parallel": ["parallel"],
     "sharded": ["sharded"],
     "looked up": ["looked up"],
+    "negated": ["negated"],
+    "batch norm": ["batch norm"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
     "softmax in a scan": ["softmax", True],
@@ -176,6 +178,17 @@ def test_what_is_looked_up_on_other_devices_is_sent_low_and_its_gradient_summed_
         ["all-reduce", "float32", 2**18],
         ["reduce-scatter", "float32", 4 * 2**20],
     ]
+
+
+def test_what_is_added_in_memory_is_not_negated_on_the_way(answers):
+    """XLA would compare and swap: of many who read one row, each would wait for all others."""
+    assert answers["negated"] == {"with": False, "without": True}
+
+
+def test_a_batch_norm_reads_its_image_for_four_sums(answers):
+    """For the mean, for the variance, and in the backward pass once, with the cotangent, for both sums there."""
+    assert answers["batch norm"]["with"] == 4
+    assert answers["batch norm"]["without"] > 4
 
 
 def test_matmuls_are_fp8_in_both_passes(answers):

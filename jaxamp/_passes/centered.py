@@ -1,0 +1,100 @@
+"""Leave out a sum that is zero from the backward pass of a variance.
+
+    mean((x - mean(x)) ** 2)
+
+The derivative of a variance by its mean is a sum of all `x - mean(x)`, which is zero. JAX does not know, and sums them:
+one more time that the backward pass of each norm reads `x`. Here the square has a derivative that leaves it out
+(`_primitives/centered.py`).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from .._compat import Literal, Var
+from .._plan.classify import Mode
+from .._plan.plan import Environment, Part, Plan, Runner, map_steps
+from .._primitives.centered import centered_square
+from .._traits import traits_of
+
+
+def square_centered(plan: Plan) -> Plan:
+    """Leave the mean out of the derivatives of squares that are summed for a variance."""
+    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if plan.touched else {}
+    squares = [i for i in range(len(plan.eqns)) if made and _is_square(plan, i)]
+    if not squares:
+        return plan
+    readers = plan.readers()
+    found = {}
+    for i in squares:
+        shift = made.get(plan.eqns[i].invars[0])
+        axes = None if shift is None else _axes_of_mean(plan, shift, made)
+        if shift is not None and axes is not None and _is_summed(plan, readers.get(plan.eqns[i].outvars[0], []), axes):
+            found[i] = shift
+    if not found:
+        return plan
+    return plan._replace(parts=map_steps(plan.parts, lambda i: Square((i,), i, found[i]) if i in found else i))
+
+
+class Square(NamedTuple):
+    """The square of `x - mean(x)`."""
+
+    parts: tuple[Part, ...]
+    step: int
+    shift: int  # the step that subtracts
+
+    def with_parts(self, parts: tuple[Part, ...]) -> "Square":
+        return self._replace(parts=parts)
+
+    def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
+        x, mean = (
+            env.read(v, f) for v, f in zip(plan.eqns[self.shift].invars, plan.steps[self.shift].reads, strict=True)
+        )
+        ((var, value),) = plan.values_of(self.step)
+        with runner.at(plan, self.step):
+            env.write(var, centered_square(x, mean), value)
+
+
+def _is_square(plan: Plan, i: int) -> bool:
+    eqn, step = plan.eqns[i], plan.steps[i]
+    is_one = eqn.primitive is lax.square_p or (eqn.primitive is lax.integer_pow_p and eqn.params["y"] == 2)
+    is_product = (
+        eqn.primitive is lax.mul_p and eqn.invars[0] is eqn.invars[1] and not isinstance(eqn.invars[0], Literal)
+    )
+    plain = step.mode is not Mode.RULE and step.operation is None and all(_is_wide(f) for f in step.reads)
+    return (is_one or is_product) and plain and not step.outs[0].is_low
+
+
+def _is_wide(format_: Any) -> bool:
+    return format_ is not None and format_.dtype == np.float32
+
+
+def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] | None:
+    """The axes along which a step subtracts the mean of its first operand from it; None if it does something else."""
+    eqn, step = plan.eqns[i], plan.steps[i]
+    if eqn.primitive is not lax.sub_p or not all(map(_is_wide, step.reads)) or isinstance(eqn.invars[0], Literal):
+        return None
+    x, mean = eqn.invars
+    size, place = None, None if isinstance(mean, Literal) else made.get(mean)
+    while place is not None:
+        eqn = plan.eqns[place]
+        if eqn.primitive is lax.reduce_sum_p:
+            axes = eqn.params["axes"]
+            sizes = [x.aval.shape[axis] for axis in axes]
+            is_mean = eqn.invars[0] is x and all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
+            return tuple(axes) if is_mean else None
+        if eqn.primitive is lax.div_p and size is None and isinstance(eqn.invars[1], Literal):
+            size = float(eqn.invars[1].val)
+        elif not (traits_of(eqn.primitive).keeps_all_entries or eqn.primitive is lax.broadcast_in_dim_p):
+            return None
+        place = None if isinstance(eqn.invars[0], Literal) else made.get(eqn.invars[0])
+    return None
+
+
+def _is_summed(plan: Plan, readers: Any, axes: tuple[int, ...]) -> bool:
+    """Whether nothing but a sum along these axes reads it."""
+    eqns = [plan.eqns[r.place] for r in readers if r.place < len(plan.eqns)]
+    sums = [eqn for eqn in eqns if eqn.primitive is lax.reduce_sum_p and set(eqn.params["axes"]) == set(axes)]
+    return bool(readers) and len(sums) == len(readers)

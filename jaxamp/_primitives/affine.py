@@ -1,0 +1,90 @@
+"""Shift and scale all entries of a channel, as the end of a BatchNorm does.
+
+    affine(x, m, a, b) = (x - m) * a + b
+
+`m`, `a` and `b` are repeated along some axes. JAX sums the cotangent along these once for each of them, and so reads it
+again and again. Two sums are enough, of the cotangent and of its product with `x - m`: all gradients are made of them.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.interpreters import ad, mlir, xla
+
+from .._compat import Primitive, jet_of
+from .._traits import Traits, declare
+from .batches import map_in_front
+
+AFFINE = Primitive("affine")
+AFFINE_TANGENT = Primitive("affine_tangent")
+
+Flags = tuple[bool, ...]  # which of x, m, a and b have tangents
+
+
+def affine(x: Any, m: Any, a: Any, b: Any) -> Any:
+    """`(x - m) * a + b`. The last three have one shape, that of `x` with some axes of size one."""
+    return AFFINE.bind(x, m, a, b)
+
+
+def _affine(x: Any, m: Any, a: Any, b: Any) -> Any:
+    return (x - m) * a + b
+
+
+def _tangent(*operands: Any, has: Flags) -> Any:
+    """The tangent of `affine`: linear in the tangents, which come first, if it has them."""
+    tangents, (x, m, a) = _by_name(operands[:-3], has), operands[-3:]
+    moved = [tangents["x"]] if has[0] else []
+    moved += [-tangents["m"]] if has[1] else []
+    parts = [sum(moved[1:], start=moved[0]) * a] if moved else []
+    parts += [(x - m) * tangents["a"]] if has[2] else []
+    parts += [tangents["b"]] if has[3] else []
+    out = sum(parts[1:], start=parts[0])
+    return out if out.shape == x.shape else lax.broadcast_in_dim(out, x.shape, range(x.ndim))
+
+
+def _by_name(values: Sequence[Any], has: Flags) -> dict[str, Any]:
+    return dict(zip((name for name, given in zip("xmab", has, strict=True) if given), values, strict=True))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    out = AFFINE.bind(*primals)
+    has = tuple(type(t) is not ad.Zero for t in tangents)
+    if not any(has):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    given = [t for t, flag in zip(tangents, has, strict=True) if flag]
+    return out, AFFINE_TANGENT.bind(*given, *primals[:3], has=has)
+
+
+def _transpose(ct: Any, *operands: Any, has: Flags) -> list[Any]:
+    tangents, (x, m, a) = operands[:-3], operands[-3:]
+    rest = [None] * 3
+    if type(ct) is ad.Zero:
+        return [ct if ad.is_undefined_primal(t) else None for t in tangents] + rest
+    axes = [i for i, (whole, own) in enumerate(zip(ct.shape, m.shape, strict=True)) if whole != own]
+    total = lambda t: lax.reduce_sum(t, axes).reshape(m.shape)
+    plain = total(ct)
+    gradients = {"x": lambda: ct * a, "m": lambda: -a * plain, "a": lambda: total(ct * (x - m)), "b": lambda: plain}
+    names = [name for name, given in zip("xmab", has, strict=True) if given]
+    found = [gradients[name]() if ad.is_undefined_primal(t) else None for name, t in zip(names, tangents, strict=True)]
+    return found + rest
+
+
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, has: Flags) -> tuple[Any, Any]:
+    """Of second derivatives, JAX makes what it wants."""
+    instantiated = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(functools.partial(_tangent, has=has), tuple(primals), tuple(instantiated))
+
+
+for _primitive, _fun in ((AFFINE, _affine), (AFFINE_TANGENT, _tangent)):
+    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_fun, multiple_results=False))
+    declare(_primitive, Traits(elementwise=True, fixed_dtype=True, plain_params=True, jet=jet_of(_fun)))
+    map_in_front(_primitive)
+AFFINE.def_abstract_eval(lambda x, m, a, b: x)
+AFFINE_TANGENT.def_abstract_eval(lambda *avals, has: avals[-3])
+ad.primitive_jvps[AFFINE] = _jvp
+ad.primitive_jvps[AFFINE_TANGENT] = _tangent_jvp
+ad.primitive_transposes[AFFINE_TANGENT] = _transpose

@@ -1,0 +1,139 @@
+"""Loops hand on low what is only read low."""
+
+import functools
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import AMP, assert_same_bits, equations, in_float64, normal
+
+WITHOUT = functools.partial(AMP, disable_passes=["carry_low"])
+STEPS, BATCH, WIDTH = 12, 4, 8
+W, U, B = normal(0, 2 * WIDTH, 4 * WIDTH, scale=0.3), normal(1, WIDTH, WIDTH), normal(2, 4 * WIDTH)
+XS = normal(3, STEPS, BATCH, WIDTH)
+
+
+def zeros(xs):
+    return (jnp.zeros((BATCH, WIDTH), xs.dtype),) * 2
+
+
+def cell(w, b, carry, x):
+    h, c = carry
+    i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ w + b, 4, -1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+
+def with_states(w, b, carry, x):
+    carry, _ = cell(w, b, carry, x)
+    return carry, carry[0]
+
+
+def lstm(w, u, b, xs):
+    (h, _), _ = jax.lax.scan(functools.partial(cell, w, b), zeros(xs), xs)
+    return jnp.mean((h @ u) ** 2)
+
+
+def states(w, u, b, xs):
+    _, hs = jax.lax.scan(functools.partial(with_states, w, b), zeros(xs), xs)
+    return jnp.mean((hs @ u) ** 2)
+
+
+def masked(w, u, b, xs):
+    """Sequences that end earlier hand on their last state."""
+
+    def step(carry, x):
+        (h, c), _ = cell(w, b, carry, x)
+        ended = x[:, :1] > 1
+        return (jnp.where(ended, carry[0], h), jnp.where(ended, carry[1], c)), None
+
+    return jnp.mean((jax.lax.scan(step, zeros(xs), xs)[0][0] @ u) ** 2)
+
+
+def checkpointed(w, u, b, xs):
+    (h, _), _ = jax.lax.scan(jax.checkpoint(functools.partial(cell, w, b)), zeros(xs), xs)
+    return jnp.mean((h @ u) ** 2)
+
+
+def nested(w, u, b, xs):
+    def outer(carry, xs):
+        return jax.lax.scan(functools.partial(cell, w, b), carry, xs)[0], None
+
+    (h, _), _ = jax.lax.scan(outer, zeros(xs), xs.reshape(3, STEPS // 3, BATCH, WIDTH))
+    return jnp.mean((h @ u) ** 2)
+
+
+def mapped(w, u, b, xs):
+    return jnp.mean(jax.vmap(lambda xs: states(w, u, b, xs))(jnp.stack([xs, xs + 1])))
+
+
+FUNCTIONS = [lstm, states, masked, checkpointed, nested, mapped]
+
+
+def results(fn, amp=AMP):
+    """The dtypes of the results of all loops, the outer ones first."""
+    found = [eqn for eqn in equations(jax.make_jaxpr(amp(fn))(W, U, B, XS)) if eqn.primitive.name == "scan"]
+    return [[v.aval.dtype.name for v in eqn.outvars] for eqn in found]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_states_are_low_and_cells_are_not(fn):
+    for loop in results(fn):
+        assert loop[:2] == ["bfloat16", "float32"]
+        assert set(loop[2:]) <= {"bfloat16"}
+    assert "float32" in results(fn, WITHOUT)[0][:1]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_values_are_the_same(fn):
+    one_by_one = lambda amp: jec.jaxpr_as_fun(jax.make_jaxpr(amp(fn, keep="all"))(W, U, B, XS))(W, U, B, XS)
+    assert_same_bits(one_by_one(AMP), one_by_one(WITHOUT))
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_gradients_are_near_to_float64(fn):
+    expected = in_float64(jax.grad(fn, (0, 1, 2)), W, U, B, XS)
+    for found, wanted in zip(jax.jit(jax.grad(AMP(fn), (0, 1, 2)))(W, U, B, XS), expected, strict=True):
+        assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("fn", [lstm, states, checkpointed])
+def test_less_is_kept(fn):
+    """Of each round: the float32 cell, and the state, low."""
+
+    def kept(amp):
+        _, pullback = jax.vjp(lambda w: amp(fn)(w, U, B, XS), W)
+        return sum(x.nbytes for x in jax.tree.leaves(pullback) if x.shape[:1] == (STEPS,) and x.shape != XS.shape)
+
+    wide = [x for x in jax.tree.leaves(jax.vjp(lambda w: AMP(fn)(w, U, B, XS), W)[1]) if x.dtype == jnp.float32]
+    assert sum(x.shape == (STEPS, BATCH, WIDTH) for x in wide) <= 2  # the cells, and what was given
+    assert kept(AMP) <= kept(WITHOUT)
+
+
+def test_forward_derivatives():
+    tangents = tuple(jnp.ones_like(x) for x in (W, U, B, XS))
+    _, found = jax.jvp(AMP(states), (W, U, B, XS), tangents)
+    expected = in_float64(lambda *args: jax.jvp(states, args[:4], args[4:])[1], W, U, B, XS, *tangents)
+    assert abs(found - expected) < 3e-2 * abs(expected)
+
+
+def sums(w, u, b, xs):
+    """A state that each round adds to."""
+    return jnp.mean(jax.lax.scan(lambda h, x: (h + jnp.tanh(h @ u) * x, None), zeros(xs)[0], xs)[0] @ u)
+
+
+def returned(w, u, b, xs):
+    return jax.lax.scan(functools.partial(cell, w, b), zeros(xs), xs)[0][0]
+
+
+def read_wide(w, u, b, xs):
+    h, hs = jax.lax.scan(lambda h, x: (jnp.tanh(h @ u) * x, jnp.exp(x)), zeros(xs)[0], xs)
+    return jnp.sum(jnp.exp(h)) + jnp.sum(hs)
+
+
+@pytest.mark.parametrize("fn", [sums, returned, read_wide])
+def test_what_is_left_alone(fn):
+    jaxpr = lambda amp: str(jax.make_jaxpr(amp(fn))(W, U, B, XS))
+    assert jaxpr(AMP) == jaxpr(WITHOUT)

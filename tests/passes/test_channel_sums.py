@@ -1,0 +1,143 @@
+"""The cotangent of a BatchNorm is summed over the batch once for all that is repeated along it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import AMP, equations, in_float64, normal
+
+from jaxamp._primitives.affine import affine
+
+WITHOUT = functools.partial(AMP, disable_passes=["sum_channels_once", "square_centered"])
+X, W = normal(0, 6, 5, 4, 8) + 1, normal(1, 8, 8)
+SCALE, OFFSET = 1 + normal(2, 8, scale=0.1), normal(3, 8)
+AXES = 0, 1, 2
+
+
+def plain(x, scale, offset):
+    mean = x.mean(AXES, keepdims=True)
+    variance = jnp.square(x - mean).mean(AXES, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + offset
+
+
+def like_haiku(x, scale, offset):
+    mean, mean_of_squares = jnp.mean(x, AXES, keepdims=True), jnp.mean(jnp.square(x), AXES, keepdims=True)
+    factor = scale * jax.lax.rsqrt(mean_of_squares - jnp.square(mean) + 1e-5)
+    return (x - mean) * factor + offset
+
+
+def like_equinox(x, scale, offset):
+    return scale * ((x - x.mean(AXES)) / jnp.sqrt(jnp.var(x, AXES) + 1e-5)) + offset
+
+
+def shared(x, scale, offset):
+    centered = x - x.mean(AXES)
+    return centered / jnp.sqrt((centered**2).mean(AXES) + 1e-5) * scale + offset
+
+
+def channels_first(x, scale, offset):
+    x, scale, offset = jnp.moveaxis(x, -1, 1), scale[:, None, None], offset[:, None, None]
+    mean = x.mean((0, 2, 3), keepdims=True)
+    out = (x - mean) / jnp.sqrt(x.var((0, 2, 3), keepdims=True) + 1e-5) * scale + offset
+    return jnp.moveaxis(out, 1, -1)
+
+
+def of_each_instance(x, scale, offset):
+    """Statistics of each image, and a scale and an offset for all of them."""
+    mean = x.mean((1, 2), keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5) * scale + offset
+
+
+NORMS = [plain, like_haiku, like_equinox, shared, channels_first, of_each_instance]
+
+
+def network(norm, activation=jax.nn.relu):
+    return lambda w, scale, offset, x: jnp.mean(jnp.sin(activation(norm(x @ w, scale, offset)) @ w))
+
+
+def large_sums(amp, fn):
+    jaxpr = jax.make_jaxpr(jax.grad(amp(fn), (0, 1, 2)))(W, SCALE, OFFSET, X)
+    return sum(eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == X.size for eqn in equations(jaxpr))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_there_are_fewer_sums(norm):
+    assert large_sums(AMP, network(norm)) < large_sums(WITHOUT, network(norm))
+
+
+@pytest.mark.parametrize(("norm", "forward"), [(plain, 2), (like_equinox, 3), (shared, 2)])
+def test_two_sums_are_left_in_the_backward_pass(norm, forward):
+    """In the forward pass there are the mean, perhaps twice, and the variance."""
+    found = equations(jax.make_jaxpr(jax.grad(AMP(network(norm), keep="all"), (0, 1, 2)))(W, SCALE, OFFSET, X))
+    sums = [e for e in found if e.primitive.name == "reduce_sum" and e.invars[0].aval.size == X.size]
+    assert len(sums) == forward + 2 + 1  # that of the loss
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu])
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_near_to_float64(norm, activation):
+    fn = network(norm, activation)
+    expected = in_float64(jax.grad(fn, (0, 1, 2)), W, SCALE, OFFSET, X)
+    found, before = (jax.jit(jax.grad(amp(fn), (0, 1, 2)))(W, SCALE, OFFSET, X) for amp in (AMP, WITHOUT))
+    for new, old, wanted in zip(found, before, expected, strict=True):
+        error = lambda x, wanted=wanted: np.linalg.norm(x - wanted) / np.linalg.norm(wanted)
+        assert error(new) < max(2e-2, 1.1 * error(old))
+
+
+def test_it_is_exact_far_from_zero():
+    """The mean is subtracted first, as it is written, and not combined with the offset."""
+    fn = lambda scale, offset, x: jnp.mean(jnp.sin(plain(x, scale, offset)))
+    with_matmul = lambda scale, offset, x: fn(scale, offset, x) + 0 * jnp.mean(x @ W)
+    far = X + 1000
+    expected = in_float64(jax.grad(fn, (0, 1)), SCALE, OFFSET, far)
+    for found, wanted in zip(jax.jit(jax.grad(AMP(with_matmul), (0, 1)))(SCALE, OFFSET, far), expected, strict=True):
+        assert np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, scale, offset: x * scale + offset,  # two sums as it is
+        lambda x, scale, offset: (x - x.mean(-1, keepdims=True)) * scale / jnp.exp(x),
+        lambda x, scale, offset: (x - x.mean(-1, keepdims=True)) * (scale + x.std(-1, keepdims=True)) + x.min(0),
+    ],
+)
+def test_what_is_left_alone(norm):
+    jaxpr = lambda amp: str(jax.make_jaxpr(amp(network(norm)))(W, SCALE, OFFSET, X))
+    without = functools.partial(AMP, disable_passes=["sum_channels_once"])
+    assert jaxpr(AMP) == jaxpr(without)
+
+
+# -- the primitive
+
+SMALL = [normal(i, 1, 1, 1, 8) for i in (4, 5, 6)]
+
+
+def by_hand(x, m, a, b):
+    return (x - m) * a + b
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, 3, (0, 1), (1, 2, 3), (0, 1, 2, 3)])
+def test_derivatives_of_affine(argnums):
+    fn = lambda f: jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), argnums)
+    expected = in_float64(fn(by_hand), X, *SMALL)
+    for found, wanted in zip(jax.tree.leaves(fn(affine)(X, *SMALL)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [jax.jacfwd, jax.jacrev, jax.hessian])
+def test_other_derivatives_of_affine(transform):
+    x, small = X[:2, 0, 0, :2], [s[0, 0, :, :2] for s in SMALL]
+    fn = lambda f: transform(lambda x, a: jnp.sin(f(x, small[0], a, small[2])).sum(0), (0, 1))(x, small[1])
+    for found, wanted in zip(jax.tree.leaves(fn(affine)), jax.tree.leaves(fn(by_hand)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (None, 0, None, None), (1, None, 0, 2)])
+def test_affine_under_vmap(axes):
+    operands = [x if axis is None else jnp.stack([x, 2 * x], axis) for x, axis in zip((X, *SMALL), axes, strict=True)]
+    fn = lambda f: jax.vmap(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2, 3)), axes)(*operands)
+    for found, wanted in zip(fn(affine), fn(by_hand), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
