@@ -90,7 +90,7 @@ class _Sender:
         if entry is not None:
             return (eqn, none) if entry.lazy or traits.own_jvp else self._enter(eqn, entry, results, path)
         relayed = rounds(eqn, results, self._low)
-        is_sent = traits.communicates or takes_wire(eqn.primitive)
+        is_sent = (traits.communicates or takes_wire(eqn.primitive)) and not _changes_mode(eqn)
         if not is_sent or traits.fixed_dtype or not self._formats.may_lower(eqn.invars[0]):
             return eqn, relayed
         asked = self._communication(path)
@@ -121,6 +121,16 @@ class _Sender:
         if any(jaxpr is not body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
             eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, new))
         return eqn, tuple(flags)
+
+
+def _changes_mode(eqn: Any) -> bool:
+    """Whether it takes an array from axes of explicit sharding to automatic ones or back, as `auto_axes` does.
+
+    Its context is that of one side, and nothing on the other can be cast there.
+    """
+    meshes = [getattr(getattr(v.aval, "sharding", None), "mesh", None) for v in (eqn.invars[0], eqn.outvars[0])]
+    before, after = (getattr(mesh, "axis_types", None) for mesh in meshes)
+    return before != after
 
 
 def _check(primitive: Primitive, asked: Communication) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import AMP, assert_same_bits, equations, in_float64, normal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 WITHOUT = functools.partial(AMP, disable_passes=["carry_low"])
 STEPS, BATCH, WIDTH = 12, 4, 8
@@ -137,3 +138,19 @@ def read_wide(w, u, b, xs):
 def test_what_is_left_alone(fn):
     jaxpr = lambda amp: str(jax.make_jaxpr(amp(fn))(W, U, B, XS))
     assert jaxpr(AMP) == jaxpr(WITHOUT)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh(explicit):
+    axis = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",), axis_types=(axis,))
+
+    def simple(w, u, b, xs):
+        return jnp.mean(jax.lax.scan(lambda h, x: (jnp.tanh(h @ u * 0.3 + x), h), jnp.zeros_like(xs[0]), xs)[1] @ u)
+
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        fn = jax.jit(jax.grad(AMP(simple), 1))
+        found = fn(put(W), put(U), put(B), put(XS, None, "d"))
+    expected = in_float64(jax.grad(simple, 1), W, U, B, XS)
+    assert np.linalg.norm(np.asarray(found) - expected) < 2e-2 * np.linalg.norm(expected)

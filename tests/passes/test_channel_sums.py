@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import AMP, equations, in_float64, normal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxamp._primitives.affine import affine
 
@@ -141,3 +143,49 @@ def test_affine_under_vmap(axes):
     fn = lambda f: jax.vmap(jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2, 3)), axes)(*operands)
     for found, wanted in zip(fn(affine), fn(by_hand), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# -- several devices
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh(explicit):
+    axis = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",), axis_types=(axis,))
+    fn = network(plain)
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        found = jax.jit(jax.grad(AMP(fn), (0, 1, 2)))(put(W), put(SCALE), put(OFFSET), put(X, "d"))
+    expected = jax.jit(jax.grad(AMP(fn), (0, 1, 2)))(W, SCALE, OFFSET, X)
+    for several, one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(several, one, rtol=1e-3, atol=1e-6)
+
+
+def test_statistics_of_all_devices():
+    """In a `shard_map`, with means over devices. The gradients are those of one device."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",))
+
+    def synchronised(x, scale, offset):
+        mean = jax.lax.pmean(x.mean(AXES), "d")
+        variance = jax.lax.pmean(jnp.square(x - mean).mean(AXES), "d")
+        return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + offset
+
+    fn = AMP(network(synchronised))
+    loss = lambda w, scale, offset, x: jax.lax.pmean(fn(w, scale, offset, x), "d")
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec(), PartitionSpec("d")
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    found = jax.jit(jax.grad(mapped, (0, 1, 2)))(W, SCALE, OFFSET, X)
+    for several, wanted in zip(
+        found, in_float64(jax.grad(network(plain), (0, 1, 2)), W, SCALE, OFFSET, X), strict=True
+    ):
+        assert np.linalg.norm(several - wanted) < 5e-2 * np.linalg.norm(wanted)
+
+
+def test_exported_for_any_batch():
+    fn = jax.jit(jax.grad(AMP(network(plain)), (0, 1, 2)))
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, SCALE, OFFSET)]
+    program = jax.export.export(fn)(*shapes, jax.ShapeDtypeStruct((batch, *X.shape[1:]), X.dtype))
+    expected = in_float64(jax.grad(network(plain), (0, 1, 2)), W, SCALE, OFFSET, X)
+    for found, wanted in zip(program.call(W, SCALE, OFFSET, X), expected, strict=True):
+        assert np.linalg.norm(found - wanted) < 5e-2 * np.linalg.norm(wanted)

@@ -301,3 +301,20 @@ def test_it_is_vectorized(axis):
     np.testing.assert_array_equal(found, rounded(many))
     jaxpr = jax.make_jaxpr(jax.vmap(SENT, axis, axis))(many)
     assert any("low" in eqn.params for eqn in equations(jaxpr))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: jnp.sum(jnp.tanh((x @ w).repeat(2, -1)) @ w.repeat(2, 0)),
+        lambda w, x: jnp.sum(lax.scan(lambda h, _: (jnp.tanh(h @ w.repeat(1, 1)), None), x, length=3)[0]),
+    ],
+)
+def test_functions_of_automatic_axes_in_explicit_mode(fn):
+    """`jnp.repeat` goes to automatic axes and back: nothing is sent there, and nothing can be cast."""
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w, x = normal(0, 8, 8, scale=0.3), normal(1, 6, 8)
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        found = jax.jit(jax.grad(AMP(fn)))(put(w), put(x, "d"))
+    assert error(np.asarray(found), in_float64(jax.grad(fn), w, x)) < 2e-2
