@@ -17,7 +17,8 @@ from .._compat import Literal, Var
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Runner, map_steps
 from .._primitives.centered import centered_square
-from .._traits import traits_of
+
+_KEEP_ORDER = lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p
 
 
 def square_centered(plan: Plan) -> Plan:
@@ -54,6 +55,7 @@ class Square(NamedTuple):
         )
         ((var, value),) = plan.values_of(self.step)
         with runner.at(plan, self.step):
+            mean = mean if mean.ndim == x.ndim else lax.reshape(mean, (1,) * x.ndim)  # of all entries
             env.write(var, centered_square(x, mean), value)
 
 
@@ -84,10 +86,12 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
             axes = eqn.params["axes"]
             sizes = [x.aval.shape[axis] for axis in axes]
             is_mean = eqn.invars[0] is x and all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
-            return tuple(axes) if is_mean else None
+            small = tuple(1 if i in axes else n for i, n in enumerate(x.aval.shape))
+            in_place = mean.aval.shape == small or len(axes) == x.aval.ndim
+            return tuple(axes) if is_mean and in_place else None
         if eqn.primitive is lax.div_p and size is None and isinstance(eqn.invars[1], Literal):
             size = float(eqn.invars[1].val)
-        elif not (traits_of(eqn.primitive).keeps_all_entries or eqn.primitive is lax.broadcast_in_dim_p):
+        elif eqn.primitive not in _KEEP_ORDER:
             return None
         place = None if isinstance(eqn.invars[0], Literal) else made.get(eqn.invars[0])
     return None

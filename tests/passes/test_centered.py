@@ -74,7 +74,26 @@ def test_derivatives_of_all_kinds(fn, transform):
         lambda w, x: jnp.sum(jnp.sin(jnp.mean((x @ w - x.mean(0)) ** 2, 0))),  # the mean of something else
         lambda w, x: jnp.sum(jnp.sin(jnp.mean((x @ w - (x @ w).mean(0)) ** 2, 1))),  # along other axes
         lambda w, x: jnp.sum(jnp.sin(jnp.mean((x @ w - (x @ w).sum(0) / 5) ** 2, 0))),  # not quite the mean
+        lambda w, x: jnp.sum(jnp.sin(jnp.mean((w @ w - (w @ w).mean(0)[:, None]) ** 2, 0))),  # of another column
+        lambda w, x: jnp.sum(jnp.sin(jnp.mean((w @ w - (w @ w).mean(0)[:, None]) ** 2, 1))),
+        lambda w, x: jnp.sum(jnp.sin(jnp.mean((w @ w - (w @ w).mean(1)) ** 2, 1))),
     ],
 )
 def test_what_is_left_alone(fn):
     assert squares(fn) == 0
+
+
+def test_a_mean_that_is_turned():
+    def fn(w, x):
+        h = jnp.stack([w @ w, x[:4] @ w], -1)
+        return jnp.sum(jnp.sin(jnp.mean((h - h.mean(2).T[:, :, None]) ** 2, 2)))
+
+    assert squares(fn) == 0
+
+
+@pytest.mark.parametrize("fn", VARIANCES)
+def test_under_vmap(fn):
+    both = jnp.stack([X, X**2])
+    found = jax.vmap(jax.grad(AMP(fn)), (None, 0))(W, both)
+    expected = jnp.stack([jax.grad(AMP(fn))(W, x) for x in both])
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
