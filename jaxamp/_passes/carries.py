@@ -5,7 +5,8 @@
 The state `h` of an LSTM goes from round to round in float32, and each round rounds it for its matmul; so do those who
 read the states of all rounds, after the loop. Rounded before it is handed on, it has the same value, and a float32 copy
 of each round is neither written nor kept for the backward pass. A state that a round adds to, as the cell `c`, stays in
-float32: a rounding in each round would add up.
+float32: a rounding in each round would add up. So does one that a round may hand on as it is: its cotangent is a sum over
+rounds.
 """
 
 import itertools
@@ -90,14 +91,12 @@ class _Loops:
         jaxpr, (constants, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
         own = open_jaxpr(jaxpr).outvars
         low = [flag and self._formats.may_lower(v) for flag, v in zip(results, own, strict=True)]
-        while True:  # a carry is low if all that reads it rounds it, or hands it on as a carry that is low
-            written = self.run(jaxpr, tuple(low))
-            still = list(map(operator.and_, low[:carries], written.ins[constants:]))
-            if still == low[:carries]:
-                break
-            low[:carries] = still
+        read = self.run(jaxpr, (*(False for _ in range(carries)), *low[carries:])).ins[constants:]
+        low[:carries] = map(operator.and_, low[:carries], read)
+        written = self.run(jaxpr, tuple(low))
         places = [i for i, flag in enumerate(low) if flag]
-        flags = [*written.ins[:constants], *low[:carries], *written.ins[constants + carries :]]
+        same = (False,) * constants  # their cotangents are summed over all rounds
+        flags = [*same, *low[:carries], *written.ins[constants + carries :]]
         if written.jaxpr is not jaxpr:
             eqn = eqn.replace(params={**eqn.params, "jaxpr": written.jaxpr})
         return (self._lowered(eqn, places, reads) if places else [eqn]), tuple(flags)

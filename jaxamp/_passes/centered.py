@@ -15,7 +15,7 @@ from jax import lax
 
 from .._compat import Literal, Var
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Runner, map_steps
+from .._plan.plan import Environment, Part, Plan, Runner, Step, map_steps
 from .._primitives.centered import centered_square
 
 _KEEP_ORDER = lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p
@@ -65,8 +65,12 @@ def _is_square(plan: Plan, i: int) -> bool:
     is_product = (
         eqn.primitive is lax.mul_p and eqn.invars[0] is eqn.invars[1] and not isinstance(eqn.invars[0], Literal)
     )
-    plain = step.mode is not Mode.RULE and step.operation is None and all(_is_wide(f) for f in step.reads)
+    plain = _is_plain(step) and all(map(_is_wide, step.reads))
     return (is_one or is_product) and plain and not step.outs[0].is_low
+
+
+def _is_plain(step: Step) -> bool:
+    return step.mode is not Mode.RULE and step.operation is None
 
 
 def _is_wide(format_: Any) -> bool:
@@ -78,6 +82,8 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
     eqn, step = plan.eqns[i], plan.steps[i]
     if eqn.primitive is not lax.sub_p or not all(map(_is_wide, step.reads)) or isinstance(eqn.invars[0], Literal):
         return None
+    if not _is_plain(step):
+        return None
     x, mean = eqn.invars
     size, place = None, None if isinstance(mean, Literal) else made.get(mean)
     while place is not None:
@@ -86,6 +92,7 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
             axes = eqn.params["axes"]
             sizes = [x.aval.shape[axis] for axis in axes]
             is_mean = eqn.invars[0] is x and all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
+            is_mean = is_mean and _is_plain(plan.steps[place])
             small = tuple(1 if i in axes else n for i, n in enumerate(x.aval.shape))
             in_place = mean.aval.shape == small or len(axes) == x.aval.ndim
             return tuple(axes) if is_mean and in_place else None

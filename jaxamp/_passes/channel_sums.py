@@ -123,7 +123,7 @@ def _is_wide(atom: Any, format_: Format | None) -> bool:
 
 def _chain(plan: Plan, i: int, places: dict[int, Part], made: dict[Var, int], readers: Any) -> list[int]:
     """The steps up to `i` that shift one operand, scale it, and shift it again; empty if that saves no sum."""
-    steps, axes, arrays, scaled = list[int](), None, 0, False
+    steps, axes, arrays, scaled, shifted = list[int](), None, 0, False, False
     while True:
         link = _link(plan, i)
         if link is None:
@@ -134,12 +134,13 @@ def _chain(plan: Plan, i: int, places: dict[int, Part], made: dict[Var, int], re
             break
         steps.insert(0, i)
         axes, arrays, scaled = common, arrays + (link.axes is not None), scaled or not is_sum
+        shifted = shifted or (is_sum and link.axes is not None)
         before = made.get(link.large)
         alone = before is not None and len(readers[link.large]) == 1 and isinstance(places[before], int)
         if (is_sum and scaled) or not alone or before is None or plan.steps[before].outs[0].is_low:
             break
         i = before
-    return steps if arrays >= _FEWEST and axes else []
+    return steps if arrays >= _FEWEST and axes and shifted else []
 
 
 def _small_shape(links: Sequence[Link]) -> tuple[Any, ...]:

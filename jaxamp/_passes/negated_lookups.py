@@ -32,7 +32,7 @@ def write_negated_lookups(plan: Plan) -> Plan:
     looked_up, known, changed = dict[Var, Any](), Memo(), {}
     for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)):
         if _is_lookup(eqn, looked_up, known):
-            looked_up.update((v, value.dtype) for v, value in plan.values_of(i))
+            looked_up.update((v, value.dtype) for v, value in plan.values_of(i) if value.dtype is not None)
         place = _NEGATED.get(eqn.primitive)
         if place is not None and _is_any_of(eqn.invars[place], looked_up) and _is_plain(step):
             changed[i] = step._replace(operation=_writes(looked_up[eqn.invars[place]]), touched=True)

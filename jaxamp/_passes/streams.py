@@ -28,8 +28,6 @@ from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 
-_OTHERS = 2**30
-
 
 def hold_streams_low(plan: Plan) -> Plan:
     """Let results that are read in both dtypes, and sums that several operations read, be held low."""
@@ -122,25 +120,22 @@ def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Re
     sums = [i for i in wide if traits_of(plan.eqns[i].primitive).sum and not plan.setting.formats.is_narrow]
     if not sums or plan.setting.keep == "all":
         return set()
-    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars}
-
-    def matmuls(i: int) -> int:
-        """How many matmuls an operation adds, itself counted; large, if it adds something else."""
-        eqn, step = plan.eqns[i], plan.steps[i]
-        traits = traits_of(eqn.primitive)
+    made: dict[Var, int] = {}  # by which operation
+    matmuls: list[int] = []  # how many each operation adds, itself counted; 0 if it adds something else
+    for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)):
+        made.update(dict.fromkeys(eqn.outvars, i))
+        traits, found = traits_of(eqn.primitive), 0
+        adds = traits.sum or traits.keeps_all_entries or traits.passes_on
         if traits.matmul:
-            return 1 if step.outs[0].is_low else _OTHERS
-        if not (traits.sum or traits.keeps_all_entries or traits.passes_on) or step.is_pinned or step.mode is Mode.RULE:
-            return _OTHERS
-        large = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
-        own = [v for v in large if v in made and len(readers[v]) == 1]
-        return sum(matmuls(made[v]) for v in own) if own and len(own) == len(large) else _OTHERS
-
-    found = {
-        i for i in sums if 2 <= matmuls(i) < _OTHERS and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))
-    }
-    inside = {made[v] for i in found for v in plan.eqns[i].invars if not isinstance(v, Literal) and v in made}
-    return found - inside
+            found = int(step.outs[0].is_low)
+        elif adds and not step.is_pinned and step.mode is not Mode.RULE:
+            large = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
+            counts = [matmuls[made[v]] if v in made and len(readers[v]) == 1 else 0 for v in large]
+            found = sum(counts) if all(counts) else 0
+        matmuls.append(found)
+    several = {i for i in sums if matmuls[i] > 1 and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))}
+    inside = {made[v] for i in several for v in plan.eqns[i].invars if not isinstance(v, Literal) and v in made}
+    return several - inside
 
 
 def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:

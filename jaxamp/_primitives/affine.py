@@ -63,13 +63,32 @@ def _transpose(ct: Any, *operands: Any, has: Flags) -> list[Any]:
     rest = [None] * 3
     if type(ct) is ad.Zero:
         return [ct if ad.is_undefined_primal(t) else None for t in tangents] + rest
-    axes = [i for i, (whole, own) in enumerate(zip(ct.shape, m.shape, strict=True)) if whole != own]
-    total = lambda t: lax.reduce_sum(t, axes).reshape(m.shape)
-    plain = total(ct)
-    gradients = {"x": lambda: ct * a, "m": lambda: -a * plain, "a": lambda: total(ct * (x - m)), "b": lambda: plain}
+    plain = _total(ct, m.shape)
+    gradients = {
+        "x": lambda: ct * a,
+        "m": lambda: -a * plain,
+        "a": lambda: _total(ct * (x - m), m.shape),
+        "b": lambda: plain,
+    }
     names = [name for name, given in zip("xmab", has, strict=True) if given]
     found = [gradients[name]() if ad.is_undefined_primal(t) else None for name, t in zip(names, tangents, strict=True)]
     return found + rest
+
+
+def _transpose_of_value(ct: Any, *operands: Any) -> list[Any]:
+    """Where it is linear: `a` is known."""
+    _, m, a, _ = operands
+    if type(ct) is ad.Zero:
+        return [ct if ad.is_undefined_primal(v) else None for v in operands]
+    plain = _total(ct, (m.aval if ad.is_undefined_primal(m) else m).shape)
+    gradients = (lambda: ct * a), (lambda: -a * plain), (lambda: None), (lambda: plain)
+    return [make() if ad.is_undefined_primal(v) else None for make, v in zip(gradients, operands, strict=True)]
+
+
+def _total(ct: Any, shape: Sequence[Any]) -> Any:
+    """The sums along the axes along which an array of this shape is repeated."""
+    axes = [i for i, (whole, own) in enumerate(zip(ct.shape, shape, strict=True)) if whole != own]
+    return lax.reduce_sum(ct, axes).reshape(shape)
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, has: Flags) -> tuple[Any, Any]:
@@ -88,3 +107,4 @@ AFFINE_TANGENT.def_abstract_eval(lambda *avals, has: avals[-3])
 ad.primitive_jvps[AFFINE] = _jvp
 ad.primitive_jvps[AFFINE_TANGENT] = _tangent_jvp
 ad.primitive_transposes[AFFINE_TANGENT] = _transpose
+ad.primitive_transposes[AFFINE] = _transpose_of_value

@@ -145,6 +145,14 @@ def test_affine_under_vmap(axes):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_linear_function_is_transposed():
+    linear = lambda x: (x @ W) * SCALE * SCALE * (SCALE + 1)
+    shifted = lambda x: (affine(x, SMALL[0], SMALL[1], SMALL[2]) - affine(0 * x, *SMALL)) + 0 * x
+    for fn in (AMP(linear), AMP(shifted)):
+        found = jax.linear_transpose(fn, X)(X)[0]
+        np.testing.assert_allclose(found, jax.vjp(fn, X)[1](X)[0], rtol=2e-2, atol=2e-2)
+
+
 # -- several devices
 
 

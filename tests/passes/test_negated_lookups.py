@@ -73,3 +73,10 @@ def test_what_is_left_alone(fn):
 def test_values_are_the_same():
     run = lambda amp: jax.jit(amp(codes))(W, X, T)
     assert run(AMP) == run(WITHOUT)
+
+
+def test_complex_tables():
+    """They have gradients too, and are left alone."""
+    fn = lambda t: jnp.sum(jnp.abs(-t[AT]) @ W)
+    t = jax.lax.complex(T, T)
+    np.testing.assert_allclose(jax.grad(AMP(fn))(t), jax.grad(fn)(t), rtol=2e-2, atol=2e-2)

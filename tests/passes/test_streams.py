@@ -199,6 +199,11 @@ def test_sums_that_are_not_of_matmuls_alone(fn):
     assert not {"add", "sub"} & set(low_results(fn, W, X))
 
 
+def test_a_long_sum_of_matmuls():
+    fn = lambda w, x: jnp.sum(gates(sum(x @ (w + i) for i in range(1, 600)) / 600))
+    assert [name for name in low_results(fn, W, X) if name == "add"] == ["add"]
+
+
 def test_squares_are_not_held_in_float16():
     """They are finite in float32, and what reads them in float32 gets them so."""
 

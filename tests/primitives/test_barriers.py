@@ -13,7 +13,7 @@ X, W, B = normal(0, 3, 5, 8), normal(1, 16, 8), normal(2, 16)
 
 def lowered(x, platform: str) -> str:
     """The gradient of a bias after a matmul: the result of that and the cotangent of the bias have layouts."""
-    amp = jaxamp.amp(lambda w, b, x: jnp.sum(jax.nn.relu(x @ w.T + b) @ w), compute_dtype=jnp.bfloat16, keep="all")
+    amp = jaxamp.amp(lambda w, b, x: jnp.sum(jnp.tanh(x @ w.T + b) @ w), compute_dtype=jnp.bfloat16, keep="all")
     fn = jax.jit(jax.grad(amp, (0, 1)))
     return fn.trace(W, B, x).lower(lowering_platforms=(platform,)).as_text()
 
