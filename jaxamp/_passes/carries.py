@@ -5,8 +5,8 @@
 The state `h` of an LSTM goes from round to round in float32, and each round rounds it for its matmul; so do those who
 read the states of all rounds, after the loop. Rounded before it is handed on, it has the same value, and a float32 copy
 of each round is neither written nor kept for the backward pass. A state that a round adds to, as the cell `c`, stays in
-float32: a rounding in each round would add up. So does one that a round may hand on as it is: its cotangent is a sum over
-rounds.
+float32: a rounding in each round would add up. So does one that a round may hand on as it is: its cotangent is a sum
+over rounds.
 """
 
 import itertools
