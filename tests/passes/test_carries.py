@@ -99,7 +99,7 @@ def test_cotangents_over_many_rounds_are_not_lost(fn):
     u, x = U * 0.3, 1 + 0.1 * XS[0]
     found = jax.jit(jax.grad(AMP(functools.partial(fn, 2000))))(u, x)
     expected = in_float64(jax.grad(functools.partial(fn, 2000)), u, x)
-    assert np.linalg.norm(found - expected) < 2e-2 * np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) < 5e-2 * np.linalg.norm(expected)
 
 
 def mapped(w, u, b, xs):
