@@ -194,9 +194,10 @@ def rotate(x: Any) -> Any:
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, width: int, heads: int, shared: int, hidden: int, attend: Attend):
+    def __init__(self, width: int, heads: int, shared: int, hidden: int, attend: Attend, rotary: bool = True):
         super().__init__()
         self.heads, self.shared, self.attend = heads, shared, attend
+        self.turn = rotate if rotary else lambda x: x
         kept = width // heads * shared
         linear = lambda a, b: nn.Linear(a, b, bias=False)
         self.q, self.k, self.v, self.out = (linear(width, n) for n in (width, kept, kept, width))
@@ -205,7 +206,7 @@ class DecoderLayer(nn.Module):
 
     def attention(self, x: Any) -> Any:
         split = lambda a, heads: a.view(*a.shape[:2], heads, -1).transpose(1, 2)
-        q, k = rotate(split(self.q(x), self.heads)), rotate(split(self.k(x), self.shared))
+        q, k = self.turn(split(self.q(x), self.heads)), self.turn(split(self.k(x), self.shared))
         k, v = (a.repeat_interleave(self.heads // self.shared, 1) for a in (k, split(self.v(x), self.shared)))
         return self.out(self.attend(q, k, v, True).transpose(1, 2).reshape(x.shape))
 

@@ -1,18 +1,21 @@
 """How much faster is fp8 than bfloat16, in which matmuls and convolutions, and in a training step of a large decoder?
 
-    python -m benchmarks.fp8 [--small] [--layers 8] [--repeats 3] [--matmuls | --convolutions | --step]
+    python -m benchmarks.fp8 [--small] [--layers 8] [--repeats 3] [--matmuls | --convolutions | --step | --vit]
 
 Matmuls: `x @ w` and its two gradients, of several sizes, each in fp8; from these comes `least_size` in
 `policies/fp8.toml`. Convolutions: the same, to see whether that table should name them. The step: a decoder of width
 4,096 and hidden width 14,336 on 16,384 tokens, with AdamW, under the policies `default` on bfloat16, `fp8`, and
-`fp8_delayed`. "fp8 matmuls" counts those in the compiled program. All sides are compiled without Triton's matmuls,
-among which XLA would search for minutes in fp8, to take cuBLAS's in the end.
+`fp8_delayed`; and, if they are installed, PyTorch in bfloat16 and torchao, compiled, in a process of their own before
+the others. The ViT: the same for a ViT-B, all of whose matmuls are too small. "fp8 matmuls" counts those in the
+compiled program. Our sides are compiled without Triton's matmuls, among which XLA would search for minutes in fp8, to
+take cuBLAS's in the end.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +24,17 @@ from jax import lax
 
 import jaxamp
 
+from . import _networks, _torch
+from ._sides import our_attention
 from ._tables import Column, number, parser, percent, progress, publish, save, significant
-from ._timing import figures, race, seconds
+from ._timing import Times, figures, race, seconds
 
 LOW, DELAYED = jnp.bfloat16, "fp8 delayed"
+TORCH = {
+    "torch-compile-sdpa": "torch.compile",
+    "torchao": "torchao, a scale for each tensor",
+    "torchao-rows": "torchao, a scale for each row",
+}
 MATMULS = ((16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 4096), (16384, 4096, 14336))
 CONVOLUTIONS = ((256, 56, 3, 128, 128), (256, 28, 3, 256, 256), (256, 14, 3, 512, 512), (256, 28, 1, 512, 2048))
 COLUMNS = (
@@ -44,6 +54,8 @@ NOTES = (
     "Matmuls and convolutions: forward and both gradients, rounding and scales included. Error: that of the least exact"
     " of the three, on some of its rows, images or channels beside float64, relative to their norm.",
     "Convolutions: images, their size, window, channels.",
+    "PyTorch ran in a process of its own before the others, from float32 parameters, compiled, with autocast and a"
+    " fused AdamW. Temporary GiB: its peak on top of parameters and moments.",
 )
 
 
@@ -174,44 +186,107 @@ def error(found: Any, x: Any, w: Any, ct: Any) -> float:
         return max(map(relative, pairs))
 
 
-def step(sizes: type[Sizes], layers: int, repeats: int) -> list[dict[str, Any]]:
-    """A training step of the decoder."""
-    optimizer = optax.adamw(1e-4)
+class Training(NamedTuple):
+    """A training step: the loss, its first parameters, a batch, and the operations of the matmuls."""
+
+    what: str
+    loss: Callable[..., Any]
+    init: Callable[[], Any]
+    batch: tuple[Any, ...]
+    flops: float
+
+
+def decoder(sizes: type[Sizes], layers: int) -> Training:
     ids = jax.random.randint(jax.random.key(7), (sizes.batch, sizes.length), 0, sizes.vocabulary)
+    start = functools.partial(init, sizes, layers)
+    shapes = jax.eval_shape(start)
+    flops = flops_of(ids.size, (shapes["blocks"], shapes["head"]))
+    return Training(f"decoder, {layers} layers", functools.partial(loss, sizes), start, (ids,), flops)
+
+
+def vit(sizes: _networks.Sizes) -> Training:
+    make = functools.partial(_networks.make, "vit", sizes, our_attention, stacked=True)
+    model, *batch = make()
+    arrays, static = eqx.partition(model, eqx.is_array)
+    flops = flops_of(sizes.batch * sizes.tokens, (arrays.blocks, arrays.embed))
+    with_static = lambda params, x, y: _networks.loss_fn(eqx.combine(params, static), x, y)
+    first = lambda: eqx.filter(make()[0], eqx.is_array)
+    return Training("ViT-B", with_static, first, tuple(batch), flops)
+
+
+def flops_of(tokens: int, weights: Any) -> float:
+    """Forward and both gradients, of matmuls with these weights."""
+    return 6.0 * tokens * sum(p.size for p in jax.tree.leaves(weights) if p.ndim >= 2)
+
+
+def step(training: Training, repeats: int) -> list[dict[str, Any]]:
+    """A whole step with AdamW, under each policy."""
+    optimizer = optax.adamw(1e-4)
 
     def first() -> Any:
-        params = init(sizes, layers)
+        params = training.init()
         return params, optimizer.init(params)
 
-    def run(side: str, fn: Any, state: Any, scales: Any, ids: Any) -> Any:
+    def run(side: str, fn: Any, state: Any, scales: Any, *batch: Any) -> Any:
         params, before = state
         if side == DELAYED:
-            scales, (value, grads) = jaxamp.delayed_scale_value_and_grad(fn)(params, ids, delayed_scales=scales)
+            scales, (value, grads) = jaxamp.delayed_scale_value_and_grad(fn)(params, *batch, delayed_scales=scales)
         else:
-            value, grads = jax.value_and_grad(fn)(params, ids)
+            value, grads = jax.value_and_grad(fn)(params, *batch)
         updates, after = optimizer.update(grads, before, params)
         return (optax.apply_updates(params, updates), after), scales, value
 
     options = {"bfloat16": {"compute_dtype": LOW}, "fp8": {"amp_policy": "fp8"}, DELAYED: {"amp_policy": "fp8_delayed"}}
-    amped = {side: jaxamp.amp(functools.partial(loss, sizes), **chosen) for side, chosen in options.items()}
+    amped = {side: jaxamp.amp(training.loss, **chosen) for side, chosen in options.items()}
     shapes = jax.eval_shape(first)
-    scales = [jaxamp.init_scales(amped[DELAYED])(shapes[0], ids)]
+    scales = [jaxamp.init_scales(amped[DELAYED])(shapes[0], *training.batch)]
     calls = {
-        side: compiled(functools.partial(run, side, fn), shapes, scales[0], ids, donate_argnums=0)
+        side: compiled(functools.partial(run, side, fn), shapes, scales[0], *training.batch, donate_argnums=0)
         for side, fn in amped.items()
     }
     state = [jax.jit(first)()]  # the sides take turns on one state: there is room for one
 
     def once(call: Any) -> Callable[[], Any]:
         def next_step() -> Any:
-            state[0], scales[0], value = call(state[0], scales[0], ids)
+            state[0], scales[0], value = call(state[0], scales[0], *training.batch)
             return value
 
         return next_step
 
-    params = shapes[0]
-    multiplied = sum(p.size for p in jax.tree.leaves((params["blocks"], params["head"])) if p.ndim == 2)
-    return compare(f"decoder, {layers} layers", calls, once, 6.0 * multiplied * ids.size, repeats)
+    return compare(training.what, calls, once, training.flops, repeats)
+
+
+def ask_torch(sizes: type[Sizes], layers: int, repeats: int) -> dict[str, Any]:
+    """What PyTorch and torchao say about the decoder, side by side."""
+    numbers = (
+        layers,
+        sizes.width,
+        sizes.hidden,
+        sizes.heads,
+        sizes.key_heads,
+        sizes.vocabulary,
+        sizes.batch,
+        sizes.length,
+    )
+    found: dict[str, Any] = {}
+    for side in TORCH:  # one at a time: two states are too many for a device
+        found |= _torch.ask([side], _torch.Asked("decoder", numbers, repeats, 5), process="_torch_fp8")
+    return found
+
+
+def torch_rows(found: dict[str, Any], like: dict[str, Any], flops: float) -> list[dict[str, Any]]:
+    """Rows below ours. `like`: ours in bfloat16, to which they are compared."""
+    rows = []
+    for side, got in found.items():
+        row = {"what": like["what"], "side": TORCH[side]}
+        if "why" in got:
+            rows.append(row | {"note": got["why"]})
+            continue
+        times = Times(got["seconds"])
+        ms, gib = 1e3 * times.median, None if got["peak"] is None else got["peak"] / 2**30
+        figures = {"ms": ms, "spread": times.spread, "tflops": flops / ms / 1e9, "temporary": gib}
+        rows.append(row | figures | ({"vs_bfloat16": like["ms"] / ms} if "ms" in like else {}))
+    return rows
 
 
 def main() -> None:
@@ -221,9 +296,13 @@ def main() -> None:
     asked.add_argument("--matmuls", action="store_true", help="the matmuls alone")
     asked.add_argument("--convolutions", action="store_true", help="the convolutions alone")
     asked.add_argument("--step", action="store_true", help="the step alone")
+    asked.add_argument("--vit", action="store_true", help="the ViT alone")
     options = asked.parse_args()
-    wanted = {name for name in ("matmuls", "convolutions", "step") if getattr(options, name)}
+    wanted = {name for name in ("matmuls", "convolutions", "step", "vit") if getattr(options, name)}
     has = lambda name: name in wanted or not wanted
+    sizes_of_decoder = SmallSizes if options.small else Sizes
+    layers = 1 if options.small else options.layers
+    torch = ask_torch(sizes_of_decoder, layers, options.repeats) if has("step") and not options.small else {}
     rows: list[dict[str, Any]] = []
     for sizes in ((32, 64, 32),) if options.small else MATMULS:
         rows += matmul(sizes, options.repeats) if has("matmuls") else []
@@ -232,7 +311,14 @@ def main() -> None:
         rows += convolution(shape, options.repeats) if has("convolutions") else []
         save("fp8", rows, NOTES, options.json)
     if has("step"):
-        rows += step(SmallSizes if options.small else Sizes, 1 if options.small else options.layers, options.repeats)
+        training = decoder(sizes_of_decoder, layers)
+        ours = step(training, options.repeats)
+        rows += ours + torch_rows(torch, ours[0], training.flops)
+        save("fp8", rows, NOTES, options.json)
+    if has("vit"):
+        rows += step(
+            vit(_networks.Sizes(1, 32, 2, 8, 4, 50) if options.small else _networks.SIZES["vit"]), options.repeats
+        )
     publish("fp8", COLUMNS, rows, NOTES, options.json)
 
 

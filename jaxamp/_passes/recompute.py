@@ -183,7 +183,8 @@ class _Cutter:
 
     def _cuts(self, eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
         """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer
-        than between the matmuls before or after, and not more."""
+        than between the matmuls before or after, and not more. In front of the first matmul there may be few as well:
+        an embedding."""
         alive = list(_bytes_alive(eqns, outs))
         matmuls = [i for i, eqn in enumerate(eqns) if self._matmuls(eqn)]
         places = []
@@ -194,9 +195,11 @@ class _Cutter:
             while alive[place + 1] == alive[place] and may_follow(eqns[place + 1]):
                 place += 1
             places.append(place)
+        in_front = [total for total in alive[: matmuls[0]] if total] if matmuls else []
+        fewest = [*sorted(in_front)[:1], *(alive[place] for place in places)]
         ends = []
-        for k, place in enumerate(places):
-            around = [alive[places[j]] for j in (k - 1, k + 1) if 0 <= j < len(places)]
+        for k, place in enumerate(places, len(fewest) - len(places)):
+            around = [*fewest[max(0, k - 1) : k], *fewest[k + 1 : k + 2]]
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends

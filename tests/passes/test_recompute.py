@@ -119,6 +119,24 @@ def test_a_program_is_cut_where_the_fewest_bytes_are_alive():
     assert len(sections_of(jax.make_jaxpr(whole)(PARAMS, X))) == 1
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_the_first_layer_after_an_embedding_is_cut_like_the_others(separate):
+    def fn(params, ids):
+        x = params["table"][ids]
+        for w in params["layers"]:
+            h = x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+            q, k, v = [h @ w[i] for i in range(3)] if separate else jnp.split(h @ jnp.concatenate(w, 1), 3, -1)
+            x = x + jaxamp.dot_product_attention(*(a.reshape(2, 16, 4, 8) for a in (q, k, v))).reshape(x.shape)
+            x = x + jax.nn.gelu(x @ w[0]) @ w[1]
+        return jnp.mean(x**2)
+
+    params = {"table": normal(0, 50, 32), "layers": [[normal(3 * n + i, 32, 32) for i in range(3)] for n in range(4)]}
+    ids = jnp.arange(32).reshape(2, 16)
+    calls = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(params, ids).eqns
+    assert {eqn.params.get("name") for eqn in calls} == {"section"}
+    assert [len(eqn.outvars) for eqn in calls] == [1] * len(calls)
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
