@@ -33,10 +33,12 @@ from .._compat import (
 )
 from .._jaxpr import Memo, evaluate
 from .._plan.bodies import with_replaced_bodies
+from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
 from .._primitives.quantize import CHECKSUM, LARGEST, QUANTIZE, SCALE
+from .._primitives.quantized_matmul import is_quantized, keeping_rounded
 from .._traits import traits_of
 
 _QUANTIZING = (SCALE, LARGEST, CHECKSUM, QUANTIZE)
@@ -49,7 +51,24 @@ def hoist_quantized(program: Jaxpr, setting: Setting) -> Jaxpr:
 
 def hoisted(program: Jaxpr, kinds: Collection[Primitive] = _QUANTIZING) -> Jaxpr:
     """The same of any jaxpr, such as one that was differentiated, and for equations of other kinds."""
-    return _rewritten(program, Memo(), _How(kinds, has_bound_axes()))
+    return _rewritten(program, Memo(), _How(kinds, has_bound_axes(), Memo()))
+
+
+def in_front(program: Jaxpr, fixed: Sequence[bool]) -> Jaxpr:
+    """A program that quantises some of its operands first, outside of functions and of our checkpoints.
+
+    Loops and the user's checkpoints are left alone.
+    """
+    how = _How(_QUANTIZING, has_bound_axes(), Memo(), ("jit", "checkpoint"), only_ours=True)
+    found = _lift(program, fixed, how)
+    if not found.lifted:
+        return program
+    own, body = open_jaxpr(program).invars, open_jaxpr(found.body)
+    moved = dict(zip(body.invars[len(own) :], found.lifted, strict=True))
+    name = lambda atom: atom if isinstance(atom, Literal) else moved.get(atom, atom)
+    rest = [eqn.replace(invars=list(map(name, eqn.invars))) for eqn in body.eqns]
+    eqns = [*_needed(found.eqns, found.lifted), *rest]
+    return with_operands(with_equations(found.body, eqns, list(map(name, body.outvars))), own)
 
 
 class _How(NamedTuple):
@@ -57,6 +76,16 @@ class _How(NamedTuple):
 
     kinds: Collection[Primitive]
     in_map: bool  # in a `shard_map`
+    known: Memo  # bodies taken apart: those of equal layers stay equal
+    ways: Collection[str] = ("jit", "checkpoint", "scan")  # out of which bodies
+    only_ours: bool = False  # of checkpoints
+
+    def leaves(self, eqn: Any) -> str:
+        """The kind of an equation out of whose body something may be moved; empty for others."""
+        way = way_into(eqn)
+        # In a `shard_map`, values have axes along which devices differ, and a loop of our own would not have them.
+        is_barred = (way == "scan" and self.in_map) or (way == "checkpoint" and self.only_ours and not is_ours(eqn))
+        return way if way in self.ways and not is_barred else ""
 
 
 def _rewritten(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
@@ -118,6 +147,10 @@ class _Lifted(NamedTuple):
 
 def _lift(jaxpr: Jaxpr, fixed: Sequence[bool], how: _How) -> _Lifted:
     """Take apart a body whose operands are fixed or change from round to round."""
+    return how.known.get(jaxpr, (tuple(fixed), how.in_map), lambda: _take_apart(jaxpr, fixed, how))
+
+
+def _take_apart(jaxpr: Jaxpr, fixed: Sequence[bool], how: _How) -> _Lifted:
     body = open_jaxpr(jaxpr)
     parts = _Parts([v for v, same in zip(body.invars, fixed, strict=True) if same], how)
     for eqn in body.eqns:
@@ -137,17 +170,17 @@ class _Parts:
         self.fixed: dict[Var, Any] = {v: v for v in fixed}  # variables of the body, and what they are outside
         self.eqns: list[Any] = []  # outside
         self.left: list[Any] = []  # inside
-        self.taken: list[Var] = []  # new operands of the body
+        self.taken: dict[Var, None] = {}  # new operands of the body
         self.lifted: list[Any] = []  # and what they are outside
         self._made: dict[Any, Any] = {}  # quantising equations outside, to quantise a value once
         self._same: dict[Any, Any] = {}  # variables outside that have the value of another
 
     def take(self, eqn: Any) -> None:
-        way = way_into(eqn)
-        # In a `shard_map`, values have axes along which devices differ, and a loop of our own would not have them.
-        if way in ("jit", "checkpoint") or (way == "scan" and not self._how.in_map):
+        if way := self._how.leaves(eqn):
             self._through(eqn, way)
             return
+        if self._how.only_ours and is_quantized(eqn.primitive):
+            eqn = keeping_rounded(eqn, self.taken)
         if not may_leave(eqn, self.fixed):
             self.left.append(eqn)
             return
@@ -155,7 +188,7 @@ class _Parts:
         outs = self._add(None, [eqn], names, eqn.outvars)
         self.fixed.update(zip(eqn.outvars, outs, strict=True))
         if eqn.primitive in self._how.kinds:
-            self.taken += eqn.outvars
+            self.taken |= dict.fromkeys(eqn.outvars)
             self.lifted += outs
         else:
             self.left.append(eqn)
@@ -203,7 +236,7 @@ class _Parts:
             outs = [None if v is None else next(rest) for v in found.outs]
         self.fixed.update({v: out for v, out in zip(eqn.outvars, outs, strict=True) if out is not None})
         here = [Var(v.aval) for v in lifted]
-        self.taken += here
+        self.taken |= dict.fromkeys(here)
         self.lifted += lifted
         if here:
             params = with_more_operands(eqn, way, [found.body], len(here))

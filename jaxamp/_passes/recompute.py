@@ -15,6 +15,7 @@ same program.
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -183,8 +184,8 @@ class _Cutter:
 
     def _cuts(self, eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
         """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer
-        than between the matmuls before or after, and not more. In front of the first matmul there may be few as well:
-        an embedding."""
+        than between the matmuls before or after, and not more. Around the first matmul there may be few as well: an
+        embedding, which the layer is added to."""
         alive = list(_bytes_alive(eqns, outs))
         matmuls = [i for i, eqn in enumerate(eqns) if self._matmuls(eqn)]
         places = []
@@ -195,11 +196,11 @@ class _Cutter:
             while alive[place + 1] == alive[place] and may_follow(eqns[place + 1]):
                 place += 1
             places.append(place)
-        in_front = [total for total in alive[: matmuls[0]] if total] if matmuls else []
-        fewest = [*sorted(in_front)[:1], *(alive[place] for place in places)]
+        past_first = _bytes_past(eqns, outs, matmuls[0], places[0]) if places else 0
+        fewest = [past_first or math.inf, *(alive[place] for place in places)]
         ends = []
-        for k, place in enumerate(places, len(fewest) - len(places)):
-            around = [*fewest[max(0, k - 1) : k], *fewest[k + 1 : k + 2]]
+        for k, place in enumerate(places):
+            around = [bytes_ for bytes_ in (fewest[k], *fewest[k + 2 : k + 3]) if bytes_ < math.inf]
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends
@@ -220,17 +221,31 @@ def _with_results(body: Jaxpr, sections: Sequence[_Section]) -> Iterator[tuple[_
 
 def _bytes_alive(eqns: Sequence[Any], outs: Collection[Var]) -> Iterator[int]:
     """After each equation, the bytes of results that are read later; `outs` are read after all of them."""
-    last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
-    last |= dict.fromkeys(outs, len(eqns))
+    last = _last_reads(eqns, outs)
     total, freed = 0, [0] * (len(eqns) + 1)
     for i, eqn in enumerate(eqns):
         for v in eqn.outvars:
             if v in last:
-                size = size_of(v.aval) * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)
-                total += size
-                freed[last[v]] += size
+                total += _bytes(v)
+                freed[last[v]] += _bytes(v)
         total -= freed[i]
         yield total
+
+
+def _bytes_past(eqns: Sequence[Any], outs: Collection[Var], first: int, place: int) -> int:
+    """The bytes of arrays that are made before the equation `first` and read after the one at `place`."""
+    last = _last_reads(eqns, outs)
+    made = (v for eqn in eqns[:first] for v in eqn.outvars if last.get(v, -1) > place)
+    return sum(_bytes(v) for v in made if size_of(v.aval) > 1)
+
+
+def _last_reads(eqns: Sequence[Any], outs: Collection[Var]) -> dict[Var, int]:
+    last = {v: i for i, eqn in enumerate(eqns) for v in eqn.invars if not isinstance(v, Literal)}
+    return last | dict.fromkeys(outs, len(eqns))
+
+
+def _bytes(v: Var) -> int:
+    return size_of(v.aval) * getattr(getattr(v.aval, "dtype", None), "itemsize", 0)
 
 
 # -- the equation of a section

@@ -4,7 +4,7 @@ A matmul rounds its float32 weight, and its backward pass rounds it again: on on
 copy is kept. On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here
 there is one copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is gathered once, as in the
 float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because XLA gathers again
-behind one.
+behind one. What is quantised is quantised in front as well, and its bits are the copy (`hoist_quantized.py`).
 
 What a loop or a user's own checkpoint reads is left alone: it gathers in each round, or again, as it is told to. So is
 the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once.
@@ -27,6 +27,7 @@ from .._plan.plan import Setting
 from .._primitives.low_copy import LOW_COPY, WITH_COPY, Moves
 from .._primitives.matmul import is_mixed
 from .._traits import traits_of
+from .hoist_quantized import in_front
 
 # (body, which operands, dtype) -> rewritten. An entry lives as long as the body: JAX remembers what it made of it.
 _WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body"]] = weakref.WeakKeyDictionary()
@@ -37,8 +38,10 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     body, low = open_jaxpr(program), setting.formats.compute_dtype
     if not setting.formats.narrows or setting.communication(()).gather != "compute":
         return program
-    shared = (is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
-    new = _rewritten(program, tuple(shared), low)
+    shared = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
+    program = in_front(program, shared) if any(shared) else program
+    body = open_jaxpr(program)
+    new = _rewritten(program, shared, low)
     if not new.wanted:
         return program
     inside, like = open_jaxpr(new.jaxpr), body.eqns[0]

@@ -15,7 +15,7 @@ An operand may also be kept in another format than it is multiplied in: `quantiz
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad, batching, mlir, xla
 
-from .._compat import EARLY_INLINE, Primitive, with_equations
+from .._compat import EARLY_INLINE, Literal, Primitive, Var, with_equations
 from .._jaxpr import bind, evaluate
 from .._number_formats.number_format import NumberFormat
 from .._traits import declare, traits_of
@@ -127,6 +127,16 @@ def quantized_matmul(base: Primitive, operands: Sequence[Any], params: dict[str,
 def is_quantized(primitive: Primitive) -> bool:
     """Whether a primitive is a quantised form of another, or a derivative of one."""
     return primitive in _OURS
+
+
+def keeping_rounded(eqn: Any, stay: Collection[Var]) -> Any:
+    """A quantised matmul that keeps its rounded operands that stay in memory in any case, in place of parameters."""
+    if "quantizing" not in eqn.params:
+        return eqn
+    quantizing, rounded = eqn.params["quantizing"], eqn.invars[2:6:2]
+    stays = [not isinstance(q, Literal) and q in stay for q in rounded]
+    given = (quantizing.given[0] and not stays[0], quantizing.given[1] and not stays[1])
+    return eqn.replace(params={**eqn.params, "quantizing": quantizing._replace(given=given)})
 
 
 _OURS: set[Primitive] = set()

@@ -20,9 +20,10 @@ SIDES = {
 }
 MAPPED = ["shard_map", "scan and remat in a shard_map"]
 AVERAGED, LEFT, SUMMED = sharded_programs.AVERAGED, sharded_programs.LEFT, sharded_programs.SUMMED
+QUANTIZED = ["constraint", "in a scan"]
 ONLY = {  # sides that are asked of some programs alone
     "low wire": [*MAPPED, *AVERAGED, *SUMMED],
-    "fp8": ["constraint", "in a scan"],
+    "fp8": [*QUANTIZED, *LEFT],
     "wide gathers": GATHERED,
     "cast": LEFT[:1],
 }
@@ -113,7 +114,7 @@ def test_sums_that_the_user_writes_are_sent_low_and_made_in_float32(answers, nam
     assert sum(sent(low).values()) <= sum(sent(written).values()) / 2 + 64
 
 
-@pytest.mark.parametrize("name", ONLY["fp8"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_gradients_of_quantised_weights_are_summed_into_parts(answers, name):
     """XLA would sum them on all devices, because the scale stands between the sum and the part."""
     rows = answers[name, "fp8"]
@@ -146,6 +147,14 @@ def test_left_to_xla_a_weight_is_gathered_once(answers, name):
         ("sum", "float32"): written["sum", "float32"],
     }
     assert low["gather", "bfloat16"] == found["gather", "bfloat16"]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_to_xla_a_quantised_weight_is_gathered_once(answers, name):
+    written, found = sent(answers[name, "float32"]), sent(answers[name, "fp8"])
+    assert {key: size for key, size in found.items() if key[0] == "gather"} == {
+        ("gather", "float8_e4m3fn"): written["gather", "float32"] // 4
+    }
 
 
 def test_a_cast_by_hand_gathers_once_too_and_rounds_gradients(answers):
