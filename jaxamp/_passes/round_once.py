@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
-from .._jaxpr import in_dtype, is_on_mesh
+from .._jaxpr import has_several, in_dtype, is_on_mesh
 from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
@@ -38,7 +39,9 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     body, low = open_jaxpr(program), setting.formats.compute_dtype
     if not setting.formats.narrows or setting.communication(()).gather != "compute":
         return program
-    shared = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
+    around = has_several(jax.sharding.get_abstract_mesh(), AxisType.Auto)  # by `jax.set_mesh`
+    is_split = lambda v: (around or is_on_mesh(v.aval, AxisType.Auto)) and setting.formats.may_lower(v)
+    shared = tuple(map(is_split, body.invars))
     program = in_front(program, shared) if any(shared) else program
     body = open_jaxpr(program)
     new = _rewritten(program, shared, low)

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -151,9 +152,51 @@ def test_nor_where_only_jit_knows_the_mesh():
     assert not copies(step.trace(X, *WEIGHTS).jaxpr)
 
 
+def test_but_where_a_mesh_is_set():
+    step = jax.jit(gradient(AMP, layers, 3), in_shardings=PartitionSpec("d"))
+    with jax.set_mesh(MESH):
+        assert len(copies(step.trace(X, *WEIGHTS).jaxpr)) == 2
+        mapped = jax.shard_map(AMP(layers), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        assert not copies(jax.make_jaxpr(mapped)(X, *WEIGHTS))
+    with jax.set_mesh(Mesh(np.asarray(jax.devices()[:1]), ("d",))):
+        assert not copies(step.trace(X, *WEIGHTS).jaxpr)
+
+
 def test_nor_where_weights_are_to_be_gathered_as_they_are():
     policy = jaxamp.default_amp_policy | {jaxamp.COMMUNICATION: jaxamp.Communication(gather="float32")}
     assert not copies(jax.make_jaxpr(AMP(layers, amp_policy=policy))(*placed(X, *WEIGHTS)))
+
+
+def quantized(transform_options=(), **options):
+    rules = {lax.dot_general_p: jaxamp.use_formats(**options)}
+    return functools.partial(AMP, amp_policy=jaxamp.default_amp_policy | rules, **dict(transform_options))
+
+
+def quantizing(jaxpr, shape):
+    return [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "quantize" and eqn.invars[0].aval.shape == shape]
+
+
+@pytest.mark.parametrize("scaling", ["current", "none"])
+def test_what_is_quantised_is_quantised_once(scaling):
+    args = placed(X, *WEIGHTS)
+    amps = (quantized(options, scaling=scaling) for options in ({}, {"disable_passes": ["round_once"]}))
+    with_it, without = (jax.make_jaxpr(gradient(amp, layers, 3))(*args) for amp in amps)
+    assert len(quantizing(with_it, (64, 64))) == 3 < len(quantizing(without, (64, 64)))
+    with jax.disable_jit():  # XLA may leave out roundings to bfloat16, others in other programs
+        found, other = (jec.jaxpr_as_fun(jaxpr)(*args) for jaxpr in (with_it, without))
+    assert_same_bits(found, other)
+    exact = in_float64(gradient(lambda f: f, layers, 3), *args)
+    for g, e in zip(found[1:], exact[1], strict=True):
+        assert g.dtype == F32
+        assert error(g, e) < 0.2
+
+
+@pytest.mark.parametrize("loss", [in_a_loop, in_a_checkpoint])
+def test_what_loops_and_checkpoints_of_the_user_quantise_is_left_there(loss):
+    args = placed(X, *WEIGHTS)
+    amps = quantized(), quantized({"disable_passes": ["round_once"]})
+    with_it, without = (str(jax.make_jaxpr(gradient(how, loss, 3))(*args)) for how in amps)
+    assert with_it == without
 
 
 def test_under_vmap_and_in_derivatives_of_derivatives():
