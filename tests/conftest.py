@@ -28,13 +28,15 @@ pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     models_plugin.pytest_addoption(parser)
-    parser.addoption("--one-dtype", action="store_true", help="run the laws of programs in bfloat16 alone")
+    parser.addoption("--all-dtypes", action="store_true", help="run in float16 too what is run in bfloat16")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models_plugin.pytest_collection_modifyitems(config, items)
-    if config.getoption("--one-dtype"):
-        is_other = {item: bool(re.search(r"test_laws\.py::.*-float16\]", item.nodeid)) for item in items}
+    if not config.getoption("--all-dtypes"):
+        names = {item.nodeid for item in items}
+        twins = {item: re.sub(r"\bfloat16", "bfloat16", item.nodeid) for item in items}
+        is_other = {item: twin != item.nodeid and twin in names for item, twin in twins.items()}
         config.hook.pytest_deselected(items=[item for item in items if is_other[item]])
         items[:] = [item for item in items if not is_other[item]]
 

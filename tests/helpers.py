@@ -21,6 +21,13 @@ ROOT = Path(__file__).parents[1]  # of the repository
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 LOWS = (BF16, F16)
 both = pytest.mark.parametrize("low", LOWS, ids=["bfloat16", "float16"])
+
+
+def slow(value):
+    """A parameter of a test that is left out unless slow tests are asked for."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 AMP = functools.partial(jaxamp.amp, compute_dtype=jnp.bfloat16)
 
 

@@ -12,6 +12,8 @@ from peers.redirect import Redirect
 from peers.runner import compare, main, recognise
 from peers.suites import SUITES, Suite
 
+pytestmark = pytest.mark.slow
+
 TIES = {"test_it.py::Test::test_ties": "It rounds ties up."}
 PEER = Suite("Peer", "fake_peer", {"fake_peer": "math", "fake_peer._src": "math", "fake_peer._src.roots": "math"}, TIES)
 

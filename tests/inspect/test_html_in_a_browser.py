@@ -9,6 +9,8 @@ from reports import because, large_report, matmul, mixed_report, report_of
 
 from jaxamp._plan.reasons import Why
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = next(
     filter(None, map(shutil.which, (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome"))),
     None,
@@ -272,7 +274,6 @@ THERE = """() => new Promise((done) => new PerformanceObserver((list) => {
 }).observe({ type: "paint", buffered: true }))"""
 
 
-@pytest.mark.slow
 def test_a_page_with_5000_rows_is_soon_there(visit):
     report = large_report(5_000)
     assert min(visit(report).evaluate(THERE) for _ in range(3)) < 3_000  # the best: other tests run at the same time

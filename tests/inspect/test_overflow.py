@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -554,7 +555,7 @@ def test_clamped_operands_name_their_shards():
     assert [shard.coordinates for shard in event.shards] == [{"data": 2}]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_the_device_and_the_line_in_a_shard_map(check_vma):
     def body(w, x):
         def layer(h, factor):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 ASK = "import jaxamp; print(jaxamp.__file__); print(*jaxamp.presets())"
 # No installation of this environment is to be seen: neither its metadata nor its editable path.
 HIDE = (
@@ -35,7 +37,6 @@ def dists(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_a_wheel_made_from_the_sdist_has_the_policies(dists, tmp_path):
     (wheel,) = dists.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -73,7 +74,6 @@ def test_a_bare_checkout_has_the_policies():
     assert "default" in presets
 
 
-@pytest.mark.slow
 def test_an_editable_install_has_the_policies(tmp_path):
     venv.create(tmp_path, with_pip=True)
     python = tmp_path / "bin" / "python"

@@ -13,7 +13,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, equations, kept
+from helpers import AMP, equations, kept, slow
 from jax import lax
 
 import jaxamp
@@ -182,7 +182,9 @@ def test_layers_that_differ_only_in_the_names_of_their_scopes_are_equal_and_keep
     assert all(re.search(rf"layer{i}\b[^\"]*/sin", text) for i in range(6))
 
 
-@pytest.mark.parametrize("act", [jax.nn.softmax, jax.nn.relu, jax.nn.softplus, jax.nn.hard_silu, jax.nn.gelu])
+@pytest.mark.parametrize(
+    "act", [jax.nn.softmax, jax.nn.relu, *map(slow, [jax.nn.softplus, jax.nn.hard_silu, jax.nn.gelu])]
+)
 def test_layers_with_functions_of_jax_are_equal(act):
     def net(w, x):
         for _ in range(7):

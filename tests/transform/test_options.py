@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, names, normal, raises
+from helpers import AMP, names, normal, raises, slow
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxamp
@@ -72,7 +72,7 @@ def test_a_disabled_pass_is_disabled_for_one_function_alone():
     assert names(jax.make_jaxpr(AMP(network))(W, B, X)) == before
 
 
-@pytest.mark.parametrize("tool", ["amp_report", "bytes_kept", "compare", "find_overflow"])
+@pytest.mark.parametrize("tool", ["amp_report", "bytes_kept", slow("compare"), slow("find_overflow")])
 def test_the_tools_take_it_too(tool):
     getattr(jaxamp, tool)(lambda *a: network(*a).sum(), disable_passes=["recompute"])(W, B, X)
 

@@ -7,6 +7,8 @@ import jax
 import pytest
 from helpers import assert_same_bits, with_the_package
 
+pytestmark = pytest.mark.slow  # two processes
+
 KINDS = ("jit", "shard_map", "shard_map_unchecked")
 TIMEOUT = 120
 
