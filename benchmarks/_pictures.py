@@ -120,21 +120,22 @@ def save_losses(rows: Rows, path: Path) -> str:
         above, below = axes[i], axes[i + len(models)]
         found = {row["side"]: row for row in rows if row["model"] == model}
         means = {side: [sum(at) / len(at) for at in zip(*row["curves"], strict=True)] for side, row in found.items()}
-        for (side, mean), style in zip(means.items(), ("--", "-", "-", ":"), strict=False):
+        for side, mean in means.items():
+            style = {"float32": "--", "fp8 delayed": ":"}.get(side, "-")
             steps = [found[side]["every"] * (j + 1) for j in range(len(mean))]
             look = {"color": PLAIN if side == "float32" else OURS if "fp8" in side else THEIRS, "linestyle": style}
             above.plot(steps, mean, label=side, **look)
             if "bfloat16" in means:
                 below.plot(steps, [100 * (a / b - 1) for a, b in zip(mean, means["bfloat16"], strict=True)], **look)
-        above.set_title(
-            f"{model}, {len(found['bfloat16']['curves'])} seeds" if "bfloat16" in found else model, fontsize=9
-        )
+        seeds = len(next(iter(found.values()))["curves"])
+        above.set_title(f"{model}, {seeds} seeds" if seeds > 1 else model, fontsize=9)
         above.set_ylabel("loss, nats per byte")
         below.set_ylabel("over bfloat16, %")
         below.set_xlabel("step")
         below.set_ylim(-3, 3)
         for axis in (above, below):
             axis.grid(alpha=0.3)
+            axis.locator_params(axis="x", nbins=5)
     axes[0].legend(fontsize=8)
     return _save(figure, path)
 
