@@ -28,17 +28,31 @@ pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     models_plugin.pytest_addoption(parser)
-    parser.addoption("--all-dtypes", action="store_true", help="run in float16 too what is run in bfloat16")
+    parser.addoption("--thorough", action="store_true", help="run what is left out to be done in ten minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models_plugin.pytest_collection_modifyitems(config, items)
-    if not config.getoption("--all-dtypes"):
+    if not config.getoption("--thorough"):
         names = {item.nodeid for item in items}
-        twins = {item: re.sub(r"\bfloat16", "bfloat16", item.nodeid) for item in items}
-        is_other = {item: twin != item.nodeid and twin in names for item, twin in twins.items()}
-        config.hook.pytest_deselected(items=[item for item in items if is_other[item]])
-        items[:] = [item for item in items if not is_other[item]]
+        is_left_out = {item: _repeats(item, names) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if is_left_out[item]])
+        items[:] = [item for item in items if not is_left_out[item]]
+
+
+# Tests that take long, and mostly say of more programs what others say of a few.
+_LONG = re.compile(
+    r"test_(remembered|pool|step_length|in_format|fp8_composition|noise)\.py|test_send_low\.py::test_gradients"
+)
+
+
+def _repeats(item: pytest.Item, names: set[str]) -> bool:
+    """Whether a test is run in bfloat16 too, or is a long one, or a law of a model from a library."""
+    if item.get_closest_marker("slow") is not None:
+        return False
+    twin = re.sub(r"\bfloat16", "bfloat16", item.nodeid)
+    is_of_library = "test_laws.py" in item.nodeid and item.get_closest_marker("promotes") is not None
+    return (twin != item.nodeid and twin in names) or is_of_library or _LONG.search(item.nodeid) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
