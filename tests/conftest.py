@@ -48,7 +48,7 @@ _LONG = re.compile(
 
 def _repeats(item: pytest.Item, names: set[str]) -> bool:
     """Whether a test is run in bfloat16 too, or is a long one, or a law of a model from a library."""
-    if item.get_closest_marker("slow") is not None:
+    if any(item.get_closest_marker(name) for name in ("slow", "models", "soak")):  # these are asked for
         return False
     twin = re.sub(r"\bfloat16", "bfloat16", item.nodeid)
     is_of_library = "test_laws.py" in item.nodeid and item.get_closest_marker("promotes") is not None
