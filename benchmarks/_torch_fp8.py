@@ -56,14 +56,8 @@ class Training(Timed):
         self.losses.append(loss.detach())
 
     def figures(self) -> dict[str, Any]:
-        """The peak of a step on top of what is there before it."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.ready()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.once()
-        self.ready()
-        return {"peak": torch.cuda.max_memory_allocated() - before}
+        return {"peak": self.bytes_of_step()}
 
 
 def prepare(asked: Asked, device: str) -> Callable[[str], Timed]:

@@ -88,6 +88,17 @@ class Timed:
         """Figures of the step other than its time."""
         raise NotImplementedError
 
+    def bytes_of_step(self) -> int | None:
+        """The peak of a step on top of what is there before it."""
+        if self.device != "cuda":
+            return None
+        self.ready()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.once()
+        self.ready()
+        return torch.cuda.max_memory_allocated() - before
+
     def ready(self, _: Any = None) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()

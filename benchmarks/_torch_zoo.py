@@ -267,15 +267,9 @@ class Gradient(Timed):
 
     def peak(self) -> int | None:
         """Bytes of one step on top of parameters, inputs and gradients."""
-        if self.device != "cuda":
-            return None
         self.module.zero_grad(set_to_none=True)
-        self.ready()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.once()
-        self.ready()
-        return torch.cuda.max_memory_allocated() - before - sum(p.grad.nbytes for p in self.params)
+        found = self.bytes_of_step()
+        return None if found is None else found - sum(p.grad.nbytes for p in self.params)
 
     def error(self) -> float | None:
         """The relative error of the gradient. None with dropout, which drops other elements in another program."""

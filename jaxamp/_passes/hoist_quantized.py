@@ -59,7 +59,7 @@ def in_front(program: Jaxpr, fixed: Sequence[bool]) -> Jaxpr:
 
     Loops and the user's checkpoints are left alone.
     """
-    how = _How(_QUANTIZING, has_bound_axes(), Memo(), ("jit", "checkpoint"), only_ours=True)
+    how = _How(_QUANTIZING, has_bound_axes(), Memo(), of_program=True)
     found = _lift(program, fixed, how)
     if not found.lifted:
         return program
@@ -77,15 +77,21 @@ class _How(NamedTuple):
     kinds: Collection[Primitive]
     in_map: bool  # in a `shard_map`
     known: Memo  # bodies taken apart: those of equal layers stay equal
-    ways: Collection[str] = ("jit", "checkpoint", "scan")  # out of which bodies
-    only_ours: bool = False  # of checkpoints
+    of_program: bool = False  # in front of the whole program, whose matmuls then keep what was moved
 
-    def leaves(self, eqn: Any) -> str:
+    def way_out(self, eqn: Any) -> str:
         """The kind of an equation out of whose body something may be moved; empty for others."""
         way = way_into(eqn)
+        if self.of_program:
+            return way if takes_copies(eqn) else ""
         # In a `shard_map`, values have axes along which devices differ, and a loop of our own would not have them.
-        is_barred = (way == "scan" and self.in_map) or (way == "checkpoint" and self.only_ours and not is_ours(eqn))
-        return way if way in self.ways and not is_barred else ""
+        return way if way in ("jit", "checkpoint") or (way == "scan" and not self.in_map) else ""
+
+
+def takes_copies(eqn: Any) -> bool:
+    """Whether copies of a program's operands go into the body of an equation: not of a loop or a user's checkpoint."""
+    way = way_into(eqn)
+    return way == "jit" or (way == "checkpoint" and is_ours(eqn))
 
 
 def _rewritten(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
@@ -176,10 +182,10 @@ class _Parts:
         self._same: dict[Any, Any] = {}  # variables outside that have the value of another
 
     def take(self, eqn: Any) -> None:
-        if way := self._how.leaves(eqn):
+        if way := self._how.way_out(eqn):
             self._through(eqn, way)
             return
-        if self._how.only_ours and is_quantized(eqn.primitive):
+        if self._how.of_program and is_quantized(eqn.primitive):
             eqn = keeping_rounded(eqn, self.taken)
         if not may_leave(eqn, self.fixed):
             self.left.append(eqn)

@@ -15,7 +15,6 @@ same program.
 
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -197,10 +196,10 @@ class _Cutter:
                 place += 1
             places.append(place)
         past_first = _bytes_past(eqns, outs, matmuls[0], places[0]) if places else 0
-        fewest = [past_first or math.inf, *(alive[place] for place in places)]
+        fewest = [*([past_first] if past_first else []), *(alive[place] for place in places)]
         ends = []
-        for k, place in enumerate(places):
-            around = [bytes_ for bytes_ in (fewest[k], *fewest[k + 2 : k + 3]) if bytes_ < math.inf]
+        for k, place in enumerate(places, len(fewest) - len(places)):
+            around = [fewest[j] for j in (k - 1, k + 1) if 0 <= j < len(fewest)]
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends

@@ -4,7 +4,8 @@ A matmul rounds its float32 weight, and its backward pass rounds it again: on on
 copy is kept. On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here
 there is one copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is gathered once, as in the
 float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because XLA gathers again
-behind one. What is quantised is quantised in front as well, and its bits are the copy (`hoist_quantized.py`).
+behind one. What is quantised is quantised in front as well, and its bits are the copy (`hoist_quantized.py`);
+XLA of JAX 0.12 gathers these again for the backward pass.
 
 What a loop or a user's own checkpoint reads is left alone: it gathers in each round, or again, as it is told to. So is
 the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once.
@@ -21,14 +22,13 @@ from jax.sharding import AxisType
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
 from .._jaxpr import has_several, in_dtype, is_on_mesh
-from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
 from .._primitives.low_copy import LOW_COPY, WITH_COPY, Moves
 from .._primitives.matmul import is_mixed
 from .._traits import traits_of
-from .hoist_quantized import in_front
+from .hoist_quantized import in_front, takes_copies
 
 # (body, which operands, dtype) -> rewritten. An entry lives as long as the body: JAX remembers what it made of it.
 _WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body"]] = weakref.WeakKeyDictionary()
@@ -111,7 +111,7 @@ class _Rewriter:
         return _Body(new, tuple(self._copies))
 
     def _equation(self, eqn: Any) -> Any:
-        if _takes_copies(eqn):
+        if takes_copies(eqn):
             return self._through(eqn)
         return reading_copies(eqn, self._shared_copy, self._instead, self._eqns) if is_mixed(eqn.primitive) else eqn
 
@@ -129,7 +129,7 @@ class _Rewriter:
 
     def _wants(self, eqn: Any) -> list[Any]:
         """What a matmul reads, or one in the body of an equation, if it does not multiply two operands of the jaxpr."""
-        if _takes_copies(eqn):
+        if takes_copies(eqn):
             return [eqn.invars[origin.operand] for origin in self._inside(eqn).wanted]
         is_one = is_mixed(eqn.primitive) and not all(map(self._is_of_operand, eqn.invars[:2]))
         return eqn.invars[:2] if is_one else []
@@ -189,12 +189,6 @@ def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict
     if ins == list(eqn.invars):
         return eqn
     return eqn.replace(invars=ins, params={**eqn.params, "mixing": mixing._replace(given=(given[0], given[1]))})
-
-
-def _takes_copies(eqn: Any) -> bool:
-    """Whether copies go into the body of an equation."""
-    way = way_into(eqn)
-    return way == "jit" or (way == "checkpoint" and is_ours(eqn))
 
 
 def _is_hashable(params: dict[str, Any]) -> bool:
