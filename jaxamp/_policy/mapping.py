@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._compat import Primitive, primitives
+from .._primitives import attention as attention  # its primitive is one that tables may name: `declared` finds it
 from .._traits import declared
 from .communication import COMMUNICATION
 
