@@ -31,6 +31,8 @@ EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 # The parameter of `lax.composite` that holds its decomposition.
 COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
 
+_IMAGE = sys.modules[jax.image.resize.__module__].__file__  # where `jax.image` is written
+
 # The class of a user's `jax.named_scope` in a name stack; `jvp(...)` and the like are of another class. Not exported.
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 # `jax.checkpoint` adds these as if a user had opened them.
@@ -157,6 +159,11 @@ def first_frame(traceback: Any, wanted: Callable[[str], bool]) -> tuple[str, int
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr with `eqns`, `invars`, `outvars`, from a closed, an open or (0.11+) a merged one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def is_of_jax_image(jaxpr: Jaxpr) -> bool:
+    """Whether it is the body of a function of `jax.image`."""
+    return bool(open_jaxpr(jaxpr).debug_info.func_filename == _IMAGE)
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any], outs: Sequence[Any] | None = None) -> Jaxpr:

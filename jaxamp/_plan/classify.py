@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes
+from .._compat import Jaxpr, Literal, Var, consts_of, is_of_jax_image, open_jaxpr, scopes
 from .._formats import Formats, float_dtype, is_float_dtype, is_integer, is_wide_integer, may_lower
 from .._jaxpr import Kinds, Memo
 from .._policy.load import load_policy
@@ -149,13 +149,16 @@ class Classifier:
             return self.of_constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
         decisions: list[Decision] = []
+        resizes = is_of_jax_image(jaxpr) and bool({LOW, PROTECTED}.intersection(ins))
         for eqn, kind in zip(open_jaxpr(jaxpr).eqns, self.kinds.of(jaxpr), strict=True):
             inner = path + scopes(eqn.source_info.name_stack)
             known = tuple([env[v] for v in eqn.invars if not isinstance(v, Literal)])
-            key = kind, known, inner, tuple([v in solved for v in eqn.outvars]) if solved else ()
+            key = kind, known, inner, resizes, tuple([v in solved for v in eqn.outvars]) if solved else ()
             decision = self._alike.get(key)
             if decision is None:
-                decision = self._alike[key] = self._decide(eqn, [read(v) for v in eqn.invars], inner, solved)
+                operands = [read(v) for v in eqn.invars]
+                asked = _interpolated(eqn, operands) if resizes else (eqn, operands)
+                decision = self._alike[key] = self._decide(*asked, inner, solved)
             env.update(zip(eqn.outvars, decision.outs, strict=True))
             decisions.append(decision)
         return decisions, tuple(read(v) for v in open_jaxpr(jaxpr).outvars)
@@ -352,6 +355,16 @@ class Classifier:
         pinned = isinstance(found.key, str) and found.rule is use_original_precision
         reason = by_policy(found) if pinned else Reason(Why.ENTERED)
         return Decision(Mode.ENTER, reason, outs, found, entry, bodies, magnified)
+
+
+def _interpolated(eqn: Any, ins: list[Sensitivity]) -> tuple[Any, list[Sensitivity]]:
+    """An equation of `jax.image.resize`, as if its matmuls asked for no precision and had ordinary weights.
+
+    They all ask for `HIGHEST`. Their weights are made from positions, but are none: those of a pixel add up to one.
+    """
+    if not traits_of(eqn.primitive).matmul:
+        return eqn, ins
+    return eqn.replace(params={**eqn.params, "precision": None}), [min(s, PROTECTED) for s in ins]
 
 
 def _not_entered_for_solve(eqn: Any, found: Found) -> Decision:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import W
+from helpers import W, matmul_dtypes
 from jax import lax
 from plans import planner_of
 
@@ -103,6 +103,33 @@ def test_decisions(name):
 def test_literals_that_float16_can_not_hold(literal, reason, sensitivity):
     found, (out,) = decisions(lambda x: x @ x + literal, W, compute_dtype=jnp.float16)
     assert (found["add"].mode, found["add"].reason, out) == (Mode.AS_WRITTEN, reason, sensitivity)
+
+
+def resized(x, method="bilinear"):
+    return jax.image.resize(x, (8, 12), method)
+
+
+def with_weights_of_its_own(x):
+    near = jnp.maximum(0, 1 - jnp.abs(jnp.arange(8.0)[:, None] - 2 * jnp.arange(4.0)))
+    return jnp.matmul(near / jnp.sum(near, 1, keepdims=True), x, precision="highest")
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.vmap(f)(x[None])[0]])
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    [
+        (lambda x: resized(x @ x), "bfloat16"),
+        (lambda x: resized(x @ x, "cubic"), "bfloat16"),
+        (lambda x: resized(jnp.exp(x @ x)), "bfloat16"),  # protected, but a matmul may round it
+        (lambda x: resized(x), "float32"),
+        (lambda x: resized(jnp.cos(x @ x)) @ jnp.ones((12, 2)), "bfloat16"),
+        (lambda x: with_weights_of_its_own(x @ x), "float32"),
+        (lambda x: jnp.matmul(resized(x @ x), jnp.ones((12, 2)), precision="highest"), "float32"),
+    ],
+)
+def test_resizing_is_low_where_its_operand_may_be_rounded(fn, dtype, wrapped):
+    jaxpr = jax.make_jaxpr(jaxamp.amp(wrapped(fn), compute_dtype=jnp.bfloat16))(W)
+    assert set(matmul_dtypes(jaxpr)[-1]) == {dtype}
 
 
 def test_a_scope_of_the_policy_is_the_reason():
