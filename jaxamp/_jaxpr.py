@@ -169,13 +169,13 @@ def _depth(jaxpr: Jaxpr, known: "Memo") -> int:
 
 
 def is_on_mesh(aval: Any, *kinds: AxisType) -> bool:
-    """Whether an array is on a mesh of several devices along axes of these kinds, and so may be split over them."""
+    """Whether an array is on a mesh of several devices along axes of these kinds, and so may be split over them.
+
+    The mesh is the array's own, or that of `jax.set_mesh`.
+    """
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return mesh is not None and has_several(mesh, *kinds)
-
-
-def has_several(mesh: Any, *kinds: AxisType) -> bool:
-    """Whether a mesh has several devices along axes of these kinds."""
+    if mesh is None or mesh.empty:
+        mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False
     return any(kind in kinds and size > 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The programs are small: compiling them is what takes time.
@@ -28,14 +29,15 @@ pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     models_plugin.pytest_addoption(parser)
-    parser.addoption("--thorough", action="store_true", help="run what is left out to be done in ten minutes")
+    parser.addoption("--thorough", action="store_true", help="run all tests, not those of the first ten minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     models_plugin.pytest_collection_modifyitems(config, items)
     if not config.getoption("--thorough"):
         names = {item.nodeid for item in items}
-        is_left_out = {item: _repeats(item, names) for item in items}
+        named = [Path(arg.split("::")[0]).resolve() for arg in config.args if ".py" in arg]  # files
+        is_left_out = {item: item.path not in named and _is_left_out(item, names) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if is_left_out[item]])
         items[:] = [item for item in items if not is_left_out[item]]
 
@@ -46,7 +48,7 @@ _LONG = re.compile(
 )
 
 
-def _repeats(item: pytest.Item, names: set[str]) -> bool:
+def _is_left_out(item: pytest.Item, names: set[str]) -> bool:
     """Whether a test is run in bfloat16 too, or is a long one, or a law of a model from a library."""
     if any(item.get_closest_marker(name) for name in ("slow", "models", "soak")):  # these are asked for
         return False

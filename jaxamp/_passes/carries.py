@@ -107,18 +107,17 @@ class _Loops:
         body, low = open_jaxpr(jaxpr), self._low
         ins, outs, operands, results = list(body.invars), list(body.outvars), list(loop.invars), list(loop.outvars)
         in_front, last, after = list[Any](), list[Any](), list[Any]()
-        within = loop.replace(ctx=body.eqns[0].ctx) if body.eqns else loop
         for i in places:
             if i < carries:
                 at = constants + i
                 ins[at], operands[at] = in_dtype(ins[at], low), in_dtype(ins[at], low)
                 in_front.append(cast_equation(loop, loop.invars[at], operands[at]))
             outs[i], results[i] = in_dtype(body.outvars[i], low), in_dtype(loop.outvars[i], low)
-            last.append(cast_equation(within, body.outvars[i], outs[i]))
+            last.append(cast_equation(loop, body.outvars[i], outs[i]))
             if reads.is_read(loop.outvars[i]):
                 after.append(cast_equation(loop, results[i], loop.outvars[i]))
         given = {wide: new for wide, new in zip(body.invars, ins, strict=True) if wide is not new}
-        eqns = [*_reading(body.eqns, given, within), *last]
+        eqns = [*_reading(body.eqns, given, loop), *last]
         new = with_operands(with_equations(jaxpr, eqns, outs), ins)
         return [*in_front, loop.replace(invars=operands, outvars=results, params={**loop.params, "jaxpr": new}), *after]
 
@@ -136,8 +135,7 @@ def _reading(eqns: Sequence[Any], given: dict[Var, Var], like: Any) -> list[Any]
             ins = [_low_of(eqn.invars[k], given) for k in body.operands]
             own = open_jaxpr(body.jaxpr)
             inside = {v: Var(new.aval) for v, new in zip(own.invars, ins, strict=True) if new is not None}
-            within = like.replace(ctx=own.eqns[0].ctx) if own.eqns else like
-            jaxpr = with_equations(body.jaxpr, _reading(own.eqns, inside, within))
+            jaxpr = with_equations(body.jaxpr, _reading(own.eqns, inside, eqn))
             jaxpr = with_operands(jaxpr, [inside.get(v, v) for v in own.invars])
             atoms = [atom if new is None else new for atom, new in zip(eqn.invars, ins, strict=True)]
             eqn = eqn.replace(invars=atoms, params=with_replaced_bodies(eqn, entry, [jaxpr]))

@@ -7,6 +7,9 @@ sums four times, in two kernels or more, each of which reads the cotangent and `
 (`_primitives/affine.py`), in one kernel: the numbers of a channel are combined first, and then applied to all entries.
 
     (x - mean) * a + offset,    a = rsqrt(variance + eps) * scale
+
+Of other factors, the product may be beyond float32 where each step of the chain is not. So one of them has to come from
+a root or a power, as that of a norm does, which is of the size of 1 / x.
 """
 
 from collections.abc import Sequence
@@ -21,11 +24,14 @@ from .._formats import Format, cast
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Runner
 from .._primitives.affine import affine
+from .._traits import traits_of
 from .centered import Square
 from .norms import NormResult
 
 _LINKS = lax.add_p, lax.sub_p, lax.mul_p, lax.div_p
 _SUMS = lax.add_p, lax.sub_p
+_FACTORS = lax.mul_p, lax.div_p, lax.convert_element_type_p
+_ROOTS = lax.rsqrt_p, lax.sqrt_p, lax.pow_p, lax.integer_pow_p
 _FEWEST = 3  # arrays that are repeated. Of two, there are no more than two sums.
 
 
@@ -37,10 +43,11 @@ def sum_channels_once(plan: Plan) -> Plan:
     squares = {part.step for part in plan.parts if isinstance(part, Square)}  # these read what is shifted themselves
     readers = {v: [r for r in found if r.place not in squares] for v, found in plan.readers().items()}
     made = {v: i for i in places for v in plan.eqns[i].outvars}
+    eqns = {v: eqn for eqn in plan.eqns for v in eqn.outvars}
     chains, taken = list[Chain](), set[int]()
     for i in sorted(places, reverse=True):
         steps = [] if i in taken else _chain(plan, i, places, made, readers)
-        if steps:
+        if steps and _is_in_range(plan, steps, eqns):
             taken.update(steps)
             after = places[i]
             inner = tuple(steps)
@@ -141,6 +148,23 @@ def _chain(plan: Plan, i: int, places: dict[int, Part], made: dict[Var, int], re
             break
         i = before
     return steps if arrays >= _FEWEST and axes and shifted else []
+
+
+def _is_in_range(plan: Plan, steps: Sequence[int], made: dict[Var, Any]) -> bool:
+    """Whether the factors of a chain can be multiplied: there is only one, or they are those of a norm."""
+    factors = [link.other for i in steps if plan.eqns[i].primitive not in _SUMS and (link := _link(plan, i))]
+    if len(factors) < 2:
+        return True
+    pending = [v for v in factors if not isinstance(v, Literal)]
+    while pending:
+        eqn = made.get(pending.pop())
+        if eqn is None:
+            continue
+        if eqn.primitive in _ROOTS:
+            return True
+        if traits_of(eqn.primitive).moves or eqn.primitive in _FACTORS:
+            pending.extend(v for v in eqn.invars if not isinstance(v, Literal))
+    return False
 
 
 def _small_shape(links: Sequence[Link]) -> tuple[Any, ...]:

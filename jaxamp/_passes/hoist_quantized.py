@@ -9,6 +9,8 @@ way out. Where a loop over layers is inside of another loop, its layers are quan
 of both; not so in a `shard_map`.
 
 Backward passes of loops profit by themselves: what is quantised is an operand of the loop.
+
+`in_front` does the same for a whole program without loops: its parameters are quantised before anything else.
 """
 
 from collections.abc import Collection, Sequence
@@ -108,13 +110,13 @@ def _rewrite(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
             bodies = [_rewritten(inside.jaxpr, known, inner) for inside in entry.bodies]
             if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
                 eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        eqns += _in_front(eqn, how) if eqn.primitive.name in ("scan", "while") else [eqn]
+        eqns += _in_front_of_loop(eqn, how) if eqn.primitive.name in ("scan", "while") else [eqn]
     if all(new is old for new, old in zip(eqns, open_jaxpr(jaxpr).eqns, strict=False)):
         return jaxpr
     return with_equations(jaxpr, eqns)
 
 
-def _in_front(loop: Any, how: _How) -> list[Any]:
+def _in_front_of_loop(loop: Any, how: _How) -> list[Any]:
     """A loop, and in front of it what it would quantise in each round."""
     params, is_scan = loop.params, loop.primitive.name == "scan"
     before = 0 if is_scan else params["cond_nconsts"]

@@ -183,8 +183,8 @@ class _Cutter:
 
     def _cuts(self, eqns: Sequence[Any], outs: Collection[Var]) -> list[int]:
         """Where sections end: between two matmuls, after the equation with the fewest bytes alive, if there are fewer
-        than between the matmuls before or after, and not more. Around the first matmul there may be few as well: an
-        embedding, which the layer is added to."""
+        than between the matmuls before or after, and not more. What is alive past the first matmul, such as an
+        embedding that the first layer is added to, counts as bytes before it."""
         alive = list(_bytes_alive(eqns, outs))
         matmuls = [i for i, eqn in enumerate(eqns) if self._matmuls(eqn)]
         places = []

@@ -15,13 +15,12 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations, with_operands
-from .._jaxpr import has_several, in_dtype, is_on_mesh
+from .._compat import Jaxpr, Literal, Var, current_context, open_jaxpr, with_equations, with_operands
+from .._jaxpr import in_dtype, is_on_mesh
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
@@ -39,15 +38,13 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     body, low = open_jaxpr(program), setting.formats.compute_dtype
     if not setting.formats.narrows or setting.communication(()).gather != "compute":
         return program
-    around = has_several(jax.sharding.get_abstract_mesh(), AxisType.Auto)  # by `jax.set_mesh`
-    is_split = lambda v: (around or is_on_mesh(v.aval, AxisType.Auto)) and setting.formats.may_lower(v)
-    shared = tuple(map(is_split, body.invars))
+    shared = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
     program = in_front(program, shared) if any(shared) else program
-    body = open_jaxpr(program)
     new = _rewritten(program, shared, low)
     if not new.wanted:
         return program
-    inside, like = open_jaxpr(new.jaxpr), body.eqns[0]
+    body, inside, around = open_jaxpr(program), open_jaxpr(new.jaxpr), current_context()
+    like = body.eqns[0]
     copies = [
         like.replace(
             primitive=LOW_COPY,
@@ -56,6 +53,7 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
             params={"low": low, "moves": moves},
             effects=frozenset(),
             source_info=like.source_info.replace(name_stack=like.source_info.name_stack[:0]),
+            ctx=around,
         )
         for (operand, moves), copy in zip(new.wanted, inside.invars[len(body.invars) :], strict=True)
     ]

@@ -76,12 +76,13 @@ def _transpose(ct: Any, *operands: Any, has: Flags) -> list[Any]:
 
 
 def _transpose_of_value(ct: Any, *operands: Any) -> list[Any]:
-    """Where it is linear: `a` is known."""
-    _, m, a, _ = operands
+    """Where it is linear: in `x`, `m` and `b` if `a` is known, in `a` and `b` if the others are."""
+    x, m, a, b = operands
     if type(ct) is ad.Zero:
         return [ct if ad.is_undefined_primal(v) else None for v in operands]
-    plain = _total(ct, (m.aval if ad.is_undefined_primal(m) else m).shape)
-    gradients = (lambda: ct * a), (lambda: -a * plain), (lambda: None), (lambda: plain)
+    shape = (b.aval if ad.is_undefined_primal(b) else b).shape
+    plain = _total(ct, shape)
+    gradients = (lambda: ct * a), (lambda: -a * plain), (lambda: _total(ct * (x - m), shape)), (lambda: plain)
     return [make() if ad.is_undefined_primal(v) else None for make, v in zip(gradients, operands, strict=True)]
 
 

@@ -100,8 +100,7 @@ def _round_jvp(primals: Any, tangents: Any, *, of_value: bool, **params: Any) ->
 
 
 def _round_transpose(ct: Any, x: Any, *, of_value: bool, **params: Any) -> list[Any]:
-    assert not of_value  # tangents are not rounded
-    return [ct if type(ct) is ad.Zero else ROUNDED.bind(ct, of_value=True, **params)]
+    return [ct if of_value or type(ct) is ad.Zero else ROUNDED.bind(ct, of_value=True, **params)]
 
 
 def _round_batch(operands: Any, dims: Any, *, axis: int, **params: Any) -> tuple[Any, Any]:
@@ -174,6 +173,7 @@ define(
 define(KEEP, _keep, _keep_jvp, _keep_batch)
 define(REMEMBERED, _remember, _remember_jvp, _remember_batch)
 ad.primitive_transposes[ROUNDED] = _round_transpose
+ad.primitive_transposes[KEPT_IN] = lambda ct, x, **params: [ct]
 partial_eval.partial_eval_jaxpr_custom_rules[KEPT_IN] = _split
 declare(ROUNDED, Traits(cheap=True, plain_params=True, fixed_dtype=True))
 declare(KEPT_IN, Traits(passes_on=True, plain_params=True, fixed_dtype=True, kept=lambda *avals, **params: True))

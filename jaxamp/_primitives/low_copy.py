@@ -3,7 +3,7 @@
     c = low_copy(w)    with_copy(w, c) = float32(c)
 
 The law: `with_copy` has the type of `w`, the value of its copy, and the derivative by `w`, which is not rounded. The
-copy has no derivative.
+copy has no derivative. Transposed as a function of `w`, it is the same: what arrives goes to `w`.
 """
 
 import functools
@@ -55,6 +55,15 @@ def _with_copy_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any
     return WITH_COPY.bind(*primals), tangents[0]
 
 
+def _with_copy_transpose(ct: Any, x: Any, copy: Any) -> list[Any]:
+    return [ct, ad.Zero(copy.aval.to_tangent_aval()) if ad.is_undefined_primal(copy) else None]
+
+
+def _copied_transpose(ct: Any, x: Any, **params: Any) -> list[Any]:
+    """Only of zeros: nothing but `with_copy` reads a copy."""
+    return [ad.Zero(x.aval.to_tangent_aval())]
+
+
 def _copied_batch(axis_data: Any, operands: Any, dims: Any, *, low: np.dtype, moves: Moves) -> tuple[Any, Any]:
     if dims[0] is None:
         return LOW_COPY.bind(*operands, low=low, moves=moves), None
@@ -80,3 +89,5 @@ def _register(primitive: Primitive, fun: Callable[..., Any], aval: Any, jvp: Any
 
 _register(LOW_COPY, _copied, _copied_aval, _copied_jvp, _copied_batch)
 _register(WITH_COPY, _value, lambda x, copy: x, _with_copy_jvp, _with_copy_batch)
+ad.primitive_transposes[LOW_COPY] = _copied_transpose
+ad.primitive_transposes[WITH_COPY] = _with_copy_transpose

@@ -14,7 +14,7 @@ hold them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -210,8 +210,28 @@ def _batch_number(own: Primitive, operands: Any, dims: Any, **params: Any) -> An
 
 
 def _batch_quantize(operands: Any, dims: Any, *, axis: int, **params: Any) -> Any:
-    check_scales(*dims[1:])
+    if dims[1] is not None:
+        return _batch_with_scales(operands, dims, axis, **params)
+    check_scales(*dims[2:])
     return QUANTIZE.bind(*operands, axis=axis + (dims[0] <= axis), **params), (dims[0], None)
+
+
+def _batch_with_scales(operands: Any, dims: Any, axis: int, *, format: NumberFormat, **params: Any) -> Any:
+    """A scale for each entry of a batch: those that a `cond` kept for its backward pass become such under `vmap`."""
+    check_scales(*dims[2:])
+    scales = jnp.moveaxis(operands[1], dims[1], 0)
+    x = batching.bdim_at_front(operands[0], dims[0], scales.size)
+    wide = lax.convert_element_type(x, np.float32)
+    if not format.is_scaled:
+        largest, inverse = np.finfo(np.float32).max, (1 / scales).reshape(-1, *[1] * (x.ndim - 1))
+        wide = lax.select(lax.is_finite(wide), lax.clamp(-largest, wide * inverse, largest), wide)
+    q, one = QUANTIZE.bind(wide, np.float32(1), *operands[2:], axis=axis + 1, format=format, **params)
+    return [q, scales * one], (0, 0)
+
+
+def zeros_for(operands: Sequence[Any]) -> list[Any]:
+    """The cotangents of operands that have no derivative."""
+    return [ad.Zero(v.aval.to_tangent_aval()) if ad.is_undefined_primal(v) else None for v in operands]
 
 
 def check_scales(*dims: Any) -> None:
@@ -236,3 +256,5 @@ define(QUANTIZE, _quantize, _jvp_of_quantize, _batch_quantize)
 define(ONCE, lambda q, scale: q, _jvp_of_once, lambda operands, dims: (ONCE.bind(*operands), dims[0]))
 declare(ONCE, Traits(cheap=True, passes_on=True, plain_params=True, fixed_dtype=True))
 declare(QUANTIZE, Traits(cheap=True, plain_params=True, fixed_dtype=True))
+for _own in (SCALE, LARGEST, CHECKSUM, QUANTIZE, ONCE):
+    ad.primitive_transposes[_own] = lambda ct, *operands, **params: zeros_for(operands)

@@ -8,7 +8,8 @@ rounded ones and differentiated by the others. So the backward pass keeps the ro
 `<base>_with_quantized` is its derivative: linear in the tangent, with the other operand quantised. Forward mode has
 tangents in the compute dtype; transposed, it quantises the cotangent.
 
-A float32 parameter stays in memory in any case. It is kept as it is, and rounded again, with the scale from before.
+A float32 parameter stays in memory in any case. It is kept as it is, and rounded again, with the scale from before;
+unless its rounded copy stays there too (`keeping_rounded`).
 
 An operand may also be kept in another format than it is multiplied in: `quantized_<base>` is then given both.
 """
@@ -29,7 +30,17 @@ from .._jaxpr import bind, evaluate
 from .._number_formats.number_format import NumberFormat
 from .._traits import declare, traits_of
 from .matmul import Mixing, batching_rule, mixed, order_when_swapped
-from .quantize import ONCE, Quantized, check_scales, dequantized, numbers, quantize, refuse_second_derivative, scale_of
+from .quantize import (
+    ONCE,
+    Quantized,
+    check_scales,
+    dequantized,
+    numbers,
+    quantize,
+    refuse_second_derivative,
+    scale_of,
+    zeros_for,
+)
 
 _CACHED_TRANSPOSES = 1024
 
@@ -61,7 +72,7 @@ class Quantizing(NamedTuple):
 
     recipe: Recipe
     compute_dtype: np.dtype
-    given: tuple[bool, bool] = (False, False)  # which operands stay in memory in any case
+    given: tuple[bool, bool] = (False, False)  # which operands are kept as they are, and rounded again
     weights: tuple[bool, bool] = (False, False)  # which are parameters
     is_delayed: bool = False  # whether the largest cotangent of earlier steps is an operand, before the rest
 
@@ -130,7 +141,7 @@ def is_quantized(primitive: Primitive) -> bool:
 
 
 def keeping_rounded(eqn: Any, stay: Collection[Var]) -> Any:
-    """A quantised matmul that keeps its rounded operands that stay in memory in any case, in place of parameters."""
+    """A quantised matmul whose backward pass reads the rounded parameters that `stay` in memory, and not the others."""
     if "quantizing" not in eqn.params:
         return eqn
     quantizing, rounded = eqn.params["quantizing"], eqn.invars[2:6:2]
@@ -209,44 +220,54 @@ def _quantized(base: Primitive) -> Primitive:
         _, _, rest = quantizing.split(more[4:])
         return base.abstract_eval(*_low_avals([x, w], quantizing.compute_dtype), *rest, **params)[0]
 
+    def low_value(i: int, x: Any, quantizing: Quantizing) -> Any:  # as without quantisation
+        return x if quantizing.given[i] else lax.convert_element_type(x, quantizing.compute_dtype)
+
+    def along(i: int, tangent: Any, operands: Sequence[Any], quantizing: Quantizing, params: dict[str, Any]) -> Any:
+        """The tangent of the product for a tangent of operand `i`, of which nothing else is read."""
+        format_, other, low = _gradient_format(quantizing, i), 1 - i, quantizing.compute_dtype
+        largest, kept, rest = quantizing.split(operands[6:])
+        again = quantizing.again(other)
+        if format_ is None and not quantizing.keeps(other):
+            value = low_value(other, operands[other], quantizing)
+            both = (tangent, value) if i == 0 else (value, tangent)
+            return mixed(base, [*both, *rest], params, low, Mixing(quantizing.given))
+        # Blocks lie along the axis that is summed over, another one in the backward pass.
+        is_rounded = quantizing.keeps(other) or (
+            not quantizing.given[other] and again is not None and again.block == "tensor"
+        )
+        rounded = Quantized(*operands[2 + 2 * other : 4 + 2 * other])
+        if quantizing.keeps(other):
+            rounded = Quantized(*(kept[:2] if other == 0 else kept[-2:]))
+        derivative = Derivative(quantizing, i, format_, is_rounded)
+        is_copy = is_rounded or (again is None and not quantizing.given[other])
+        operand = rounded.q if is_copy else operands[other]
+        return _bind_derivative(base, tangent, operand, [rounded.scale, *largest], rest, derivative, params)
+
     def jvp(primals: Any, tangents: Any, *, quantizing: Quantizing, **params: Any) -> tuple[Any, Any]:
         values, rounded = primals[:2], [Quantized(*primals[2:4]), Quantized(*primals[4:6])]
-        largest, kept, rest = quantizing.split(primals[6:])
+        _, _, rest = quantizing.split(primals[6:])
         is_plain = rounded[0].q.dtype.itemsize == 1 or quantizing.recipe.operands is None
-
-        def low_value(i: int) -> Any:  # as without quantisation
-            low = quantizing.compute_dtype
-            return values[i] if quantizing.given[i] else lax.convert_element_type(values[i], low)
-
         if quantizing.recipe.operands is None and not any(map(quantizing.keeps, range(2))):
-            both = low_value(0), low_value(1)
+            both = [low_value(i, values[i], quantizing) for i in range(2)]
             out = mixed(base, [*both, *rest], params, quantizing.compute_dtype, Mixing(quantizing.given))
         elif is_plain:  # the plain base, which the user's checkpoint policies know by name
             once = [part for one in rounded for part in (ONCE.bind(*one), one.scale)]
             out = lower(*values, *once, *primals[6:], quantizing=quantizing, **params)
         else:
             out = own.bind(*primals, quantizing=quantizing, **params)
-        pairs = iter(zip(kept[::2], kept[1::2], strict=True))
-        rounded = [Quantized(*next(pairs)) if quantizing.keeps(i) else rounded[i] for i in range(2)]
-
-        def with_tangent(i: int) -> Any:
-            format_, other, low = _gradient_format(quantizing, i), 1 - i, quantizing.compute_dtype
-            again = quantizing.again(other)
-            if format_ is None and not quantizing.keeps(other):
-                both = (tangents[i], low_value(1)) if i == 0 else (low_value(0), tangents[i])
-                return mixed(base, [*both, *rest], params, low, Mixing(quantizing.given))
-            # Blocks lie along the axis that is summed over, another one in the backward pass.
-            is_rounded = quantizing.keeps(other) or (
-                not quantizing.given[other] and again is not None and again.block == "tensor"
-            )
-            derivative = Derivative(quantizing, i, format_, is_rounded)
-            is_copy = is_rounded or (again is None and not quantizing.given[other])
-            operand = rounded[other].q if is_copy else values[other]
-            scales = [rounded[other].scale, *largest]
-            return _bind_derivative(base, tangents[i], operand, scales, rest, derivative, params)
-
-        parts = [with_tangent(i) for i in range(2) if type(tangents[i]) is not ad.Zero]
+        given = [i for i in range(2) if type(tangents[i]) is not ad.Zero]
+        parts = [along(i, tangents[i], primals, quantizing, params) for i in given]
         return out, functools.reduce(ad.add_tangents, parts) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+    def transpose(ct: Any, *operands: Any, quantizing: Quantizing, **params: Any) -> Any:
+        """As a linear function of one operand, whose rounding it does not see."""
+        found = zeros_for(operands)
+        for i in range(2):
+            if ad.is_undefined_primal(operands[i]) and type(ct) is not ad.Zero:
+                linear = functools.partial(along, i, operands=operands, quantizing=quantizing, params=params)
+                (found[i],) = jax.linear_transpose(linear, operands[i].aval)(ct)
+        return found
 
     def batch(axis_data: Any, operands: Any, dims: Any, *, quantizing: Quantizing, **params: Any) -> Any:
         largest, kept, rest = quantizing.split(operands[6:])
@@ -269,6 +290,7 @@ def _quantized(base: Primitive) -> Primitive:
     _declare(own, base, _multiplies_in)
     _register(own, lower, abstract_eval, batch)
     ad.primitive_jvps[own] = jvp
+    ad.primitive_transposes[own] = transpose
     return own
 
 

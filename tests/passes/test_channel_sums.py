@@ -153,6 +153,37 @@ def test_a_linear_function_is_transposed():
         np.testing.assert_allclose(found, jax.vjp(fn, X)[1](X)[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s, x, w, m, a, b: (x @ w - m) * a * jax.lax.rsqrt(1 + b**2) * s,
+        lambda s, x, w, m, a, b: (x @ w - m) * jax.lax.rsqrt(1 + a**2) * s + s,
+        lambda s, x, w, m, a, b: affine(x @ w, m, s, 3 * s),
+        lambda s, x, w, m, a, b: affine(x @ w, s, a, b) - affine(x @ w, 0 * s, a, b),
+    ],
+)
+def test_it_is_transposed_as_a_function_of_each_of_its_numbers(fn):
+    given = X, W, *SMALL
+    found = jax.linear_transpose(lambda s: AMP(fn)(s, *given), SMALL[0])(X)[0]
+    expected = in_float64(lambda s, *given: jax.vjp(lambda s: fn(s, *given), s)[1](given[0])[0], SMALL[0], *given)
+    assert np.linalg.norm(np.asarray(found) - expected) < 2e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w, m, a, b: (x @ w - m) * a * b + m,
+        lambda x, w, m, a, b: (x @ w - m) / (1 / a) * b + m,
+        lambda x, w, m, a, b: (x @ w - m) * a * 1e20 + m,
+    ],
+)
+def test_factors_whose_product_is_beyond_float32_are_applied_one_by_one(fn):
+    row = jnp.full((8,), 1e20)
+    args = X * 1e-30, W, 0 * row, row, row
+    found, expected = AMP(fn)(*args), in_float64(fn, *args)
+    assert np.linalg.norm(np.asarray(found) - expected) < 2e-2 * np.linalg.norm(expected)
+
+
 # -- several devices
 
 

@@ -1,5 +1,6 @@
 """A weight that stays the same in all rounds of a loop is rounded once, in front of it."""
 
+import contextlib
 import functools
 
 import jax
@@ -124,14 +125,18 @@ def test_on_a_mesh_loops_are_left_alone():
     mesh = Mesh(np.asarray(jax.devices()), ("d",))
     w, v, x = jax.device_put((W, V, X), NamedSharding(mesh, PartitionSpec(None, "d")))
     assert not copies(equations(jax.make_jaxpr(jax.grad(AMP(recurrent)))(w, v, x)))
+    with jax.set_mesh(mesh):
+        assert not copies(equations(jax.make_jaxpr(jax.grad(AMP(recurrent)))(W, V, X)))
 
 
 def test_each_device_of_a_shard_map_rounds_in_front_of_its_loop():
     mesh, spec = Mesh(np.asarray(jax.devices()), ("d",)), PartitionSpec()
     mean = lambda *args: lax.pmean(recurrent(*args), "d")
     loss = jax.shard_map(mean, mesh=mesh, in_specs=(spec, spec, PartitionSpec(None, "d")), out_specs=spec)
-    jaxpr = jax.make_jaxpr(jax.grad(AMP(loss), (0, 1)))(W, V, X)
-    assert roundings(jaxpr)[0] == 0
+    for around in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with around:
+            jaxpr = jax.make_jaxpr(jax.grad(AMP(loss), (0, 1)))(W, V, X)
+        assert roundings(jaxpr)[0] == 0
     assert_near(jax.jit(jax.grad(AMP(loss), (0, 1)))(W, V, X), in_float64(jax.grad(recurrent, (0, 1)), W, V, X), 3e-2)
 
 

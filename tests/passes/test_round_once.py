@@ -1,5 +1,6 @@
 """On a mesh of several devices, each parameter is rounded once, and both passes read that copy."""
 
+import contextlib
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import AMP, BF16, F32, assert_same_bits, equations, error, in_float64, normal
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxamp
@@ -211,3 +213,25 @@ def test_under_vmap_and_in_derivatives_of_derivatives():
     assert not jnp.array_equal(found, lax.reduce_precision(found, 8, 7))  # gradients are not rounded
     along = lambda transform: lambda x, w: jax.jvp(jax.grad(transform(layers), 1), (x, w), (x, jnp.ones_like(w)))[1]
     assert error(jax.jit(along(AMP))(*args[:2]), in_float64(along(lambda f: f), *args[:2])) < 4e-2
+
+
+def test_copies_are_not_made_in_the_context_of_the_first_equation():
+    def fn(x, w, v):
+        with set_xla_metadata(tag="first"):
+            first = jnp.sin(x)
+        return layers(x, w, v) + jnp.sum(first)
+
+    text = jax.jit(jax.grad(AMP(fn), (1, 2))).lower(*placed(X, *WEIGHTS[:2])).as_text()
+    tagged = [line for line in text.splitlines() if 'tag = "first"' in line]
+    assert not any("convert" in line for line in tagged)
+    assert any("bf16" in line and "convert" in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_a_linear_function_is_transposed(around):
+    fn = lambda w: jnp.tanh(X) @ w
+    with jax.set_mesh(MESH) if around else contextlib.nullcontext():
+        (w,) = (WEIGHTS[0],) if around else placed(WEIGHTS[0])
+        (found,) = jax.linear_transpose(AMP(fn), w)(X)
+    expected = in_float64(lambda w, x: jax.vjp(lambda w: jnp.tanh(x) @ w, w)[1](x)[0], WEIGHTS[0], X)
+    assert error(found, expected) < 1e-2

@@ -112,3 +112,23 @@ def test_on_a_mesh(explicit):
 )
 def test_what_is_left_alone(fn):
     assert str(jax.make_jaxpr(AMP(fn))(W, X, STEPS)) == str(jax.make_jaxpr(WITHOUT(fn))(W, X, STEPS))
+
+
+def gram(steps, v):
+    return lax.scan(lambda total, x: (total + jnp.outer(x, x) @ v, None), 0 * v, steps)[0] / len(steps) + v
+
+
+def test_a_linear_loop_is_transposed():
+    steps, v = STEPS[:20], W
+    (found,) = jax.linear_transpose(AMP(functools.partial(gram, steps)), v)(W)
+    expected = in_float64(lambda steps, v: jax.vjp(functools.partial(gram, steps), v)[1](v)[0], steps, W)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_solver_that_transposes_its_matrix():
+    solve = lambda matrix, b: jnp.sum(jax.scipy.sparse.linalg.gmres(matrix, b, maxiter=4)[0] ** 2)
+    found = jax.grad(lambda b: solve(AMP(functools.partial(gram, STEPS[:20])), b))(W)
+    expected = in_float64(
+        lambda steps, b: jax.grad(lambda b: solve(functools.partial(gram, steps), b))(b), STEPS[:20], W
+    )
+    assert np.linalg.norm(np.asarray(found) - expected) < 3e-2 * np.linalg.norm(expected)

@@ -203,3 +203,37 @@ def test_a_users_rule_for_tangents_stays_linear():
     assert error(jax.grad(FP8(loss))(W, X), jax.grad(loss)(W, X)) < 2e-2
     report = jaxamp.amp_report(loss, amp_policy={lax.dot_general_p: jaxamp.use_formats()}, compute_dtype=jnp.bfloat16)
     assert any("custom_jvp rule" in row.reason for row in report(W, X).matmuls)
+
+
+def one_of_two(x, w):
+    return jnp.sum(lax.cond(x[0] > 0, lambda x: jnp.tanh(jnp.tanh(x) @ w), lambda x: x[:24], x))
+
+
+def one_of_three(x, w):
+    branches = [lambda x: jnp.tanh(x @ w), lambda x: x[:24], lambda x: jnp.sin(x @ w) @ w.T @ w]
+    return jnp.sum(lax.switch((x[0] > 0).astype(int) + (x[1] > 0).astype(int), branches, x))
+
+
+@pytest.mark.parametrize("keep", ["auto", "matmuls", "all"])
+@pytest.mark.parametrize("fn", [one_of_two, one_of_three, jax.checkpoint(one_of_three)])
+@pytest.mark.parametrize("formats", [{}, {"operands": "e5m2"}, {"operands": "mxfp8"}, {"operands": "e3m2"}])
+def test_each_example_of_a_batch_takes_a_branch_of_its_own(formats, fn, keep):
+    policy = dict(jaxamp.load_policy("default")) | {lax.dot_general_p: jaxamp.use_formats(**formats)}
+    amp = jaxamp.amp(fn, amp_policy=policy, compute_dtype=jnp.bfloat16, keep=keep)
+    each = jax.vmap(jax.grad(amp, (0, 1)), (0, None))(X, W / 6)
+    alone = [jax.grad(amp, (0, 1))(x, W / 6) for x in X[:4]]
+    expected = jax.vmap(jax.grad(fn, (0, 1)), (0, None))(X, W / 6)
+    for i, wanted in enumerate(expected):
+        assert error(each[i], wanted) < 0.3
+        np.testing.assert_allclose(each[i][:4], jnp.stack([one[i] for one in alone]), atol=0.3 * jnp.abs(wanted).max())
+
+
+@pytest.mark.parametrize("formats", [{}, {"gradients": None}, {"kept": "e4m3"}, {"operands": "mxfp8"}])
+def test_it_is_transposed_as_a_linear_function_of_one_operand(formats):
+    policy = dict(jaxamp.load_policy("default")) | {lax.dot_general_p: jaxamp.use_formats(**formats)}
+    amp = functools.partial(jaxamp.amp, amp_policy=policy, compute_dtype=jnp.bfloat16)
+    ct = normal(7, 48, 24)
+    for linear, operand in ((lambda w: jnp.tanh(X) @ w, W), (lambda x: x @ jnp.tanh(W), X)):
+        (found,) = jax.linear_transpose(amp(linear), operand)(ct)
+        (expected,) = jax.vjp(amp(linear), operand)[1](ct)
+        np.testing.assert_array_equal(found, expected)
