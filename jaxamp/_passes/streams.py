@@ -3,7 +3,11 @@
 The sum of a skip connection is read by a convolution, low, and by the next sum, in float32. It would be written in both
 dtypes, and kept for the backward pass in float32. If all that is added in it comes from low matmuls, it has the error
 of a rounding already, and one more rounding costs little. A sum with something exact is not touched, nor is what an
-exponential or another function has made.
+exponential or another function has made. An embedding is exact too, but the layers that are added to it are of its size
+or larger: so that sum is held low, if a result of a matmul is added to it as it is.
+
+Such a sum is written to memory once, rounded. XLA drops a rounding where all readers widen the result again, and would
+write it in float32 for them, and once more for the matmuls.
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
 backward pass would read only the sum.
@@ -17,6 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jec
+import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
@@ -39,26 +44,23 @@ def hold_streams_low(plan: Plan) -> Plan:
     mixed = [i for i in wide if i in of_matmuls or _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
     if not mixed:
         return plan
-    rounded, magnified = _rounded(plan), _magnified(plan)
+    known, magnified = _known(plan), _magnified(plan)
     wide_for_all = {i for i in mixed if i in of_matmuls or _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
     held = Memo()  # equations of a kind share a step
     changed = {
         i: held.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
         for i in mixed
-        if plan.eqns[i].outvars[0] in rounded
+        if plan.eqns[i].outvars[0] in known.rounded
         and plan.eqns[i].outvars[0] not in magnified
-        and (i not in wide_for_all or _all_rounded(plan.eqns[i], rounded))
+        and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
-    written = wide_for_all & changed.keys()
+    written = {i for i in changed if i in wide_for_all or _adds_several(plan.eqns[i])}
     plan = plan.with_steps(changed)
     return plan._replace(parts=map_steps(plan.parts, lambda i: Written((i,), i) if i in written else i))
 
 
 class Written(NamedTuple):
-    """An operation whose result, and the cotangent of that, are written to memory once, rounded.
-
-    XLA drops a rounding where all readers widen the result again, and writes it in float32 for them.
-    """
+    """An operation whose result, and the cotangent of that, are written to memory once, rounded."""
 
     parts: tuple[Part, ...]
     last: int
@@ -109,10 +111,13 @@ def _is_read_low(readers: list[Reader]) -> bool:
 
 def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
-    eqn = plan.eqns[i]
-    added = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
-    several = len({reader.place for reader in readers}) > 1 and len(added) > 1
-    return traits_of(eqn.primitive).sum and several and not plan.setting.formats.is_narrow
+    several = len({reader.place for reader in readers}) > 1
+    return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
+
+
+def _adds_several(eqn: Any) -> bool:
+    """Whether it is a sum of two arrays of its size."""
+    return traits_of(eqn.primitive).sum and all(_is_large(v, eqn.outvars[0]) for v in eqn.invars)
 
 
 def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Reader]]) -> set[int]:
@@ -138,6 +143,9 @@ def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Re
     return several - inside
 
 
+_LEAST = 0.5  # a factor that leaves a product about as large as it was
+
+
 def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether a sum and all that reads it are float32 for their own sake, as where each step of a recurrence decays."""
     return plan.steps[i].mode is Mode.AS_WRITTEN and not any(map(_is_low, readers))
@@ -150,29 +158,82 @@ def _is_large(atom: Any, out: Var) -> bool:
 # -- what has the error of a rounding
 
 
-def _rounded(plan: Plan, given: Collection[Var] = ()) -> set[Var]:
-    """The variables whose error is that of a low value of their size, or more, if that of `given` is.
+class _Known(NamedTuple):
+    """What is known of the variables of a body."""
 
-    They are made of results of low matmuls by sums, by choices, as by a relu or a pooling, and by products with
+    rounded: set[Var]  # their error is that of a low value of their size, or more
+    products: set[Var]  # rounded: results of low matmuls, perhaps moved, with a bias or a dropout
+    looked_up: set[Var]  # rows of a table, and what element-wise operations make of them
+
+    def of(self, outside: Sequence[Any], inside: Sequence[Var]) -> "_Known":
+        """The same of the operands of a body inside."""
+        pairs = [(v, atom) for v, atom in zip(inside, outside, strict=True) if not isinstance(atom, Literal)]
+        return _Known(*({v for v, atom in pairs if atom in known} for known in self))
+
+
+def _known(plan: Plan, given: _Known | None = None) -> _Known:
+    """What is known of the variables of a plan, if that of its operands is given.
+
+    Rounded ones are made of results of low matmuls by sums, by choices, as by a relu or a pooling, and by products with
     anything: a silu or a gelu of a rounded `x` is `x` times something. Not by an exponential, or as a divisor: the
     result may be far more exact than what was read. In float16, products of two large arrays are often out of range.
     """
-    rounded = {
-        v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low or v in given
-    }
+    known = _Known(set(), set(), set()) if given is None else given
+    rounded, products, looked_up = known
+    rounded.update(v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low)
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
+        traits = traits_of(eqn.primitive)
         floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
         own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
-        is_low = any(value.is_low for value in step.outs) or (traits_of(eqn.primitive).matmul and step.mode is Mode.LOW)
+        inside = _inside(eqn, step, known)
+        is_low_matmul = traits.matmul and (step.mode is Mode.LOW or any(value.is_low for value in step.outs))
         in_range = len(own) < 2 or not plan.setting.formats.is_narrow
-        if is_low or (in_range and _is_product_of(eqn, rounded)):
+        if is_low_matmul or any(value.is_low for value in step.outs) or (in_range and _is_product_of(eqn, rounded)):
             rounded.update(eqn.outvars)
-        elif not own and traits_of(eqn.primitive).elementwise:
+        elif not own and traits.elementwise:
             repeated.update(eqn.outvars)
-        elif _is_moved(eqn, rounded) or _is_as_exact(eqn, step, own, rounded):
+        elif _is_moved(eqn, rounded) or _is_as_exact(eqn, inside, own, rounded) or _is_in_stream(eqn, own, known):
             rounded.update(eqn.outvars)
-    return rounded
+        if is_low_matmul or _is_as_large(eqn, inside, own, products):
+            products.update(eqn.outvars)
+        if eqn.primitive is lax.gather_p or _is_looked_up(eqn, inside, own, looked_up):
+            looked_up.update(eqn.outvars)
+    return known
+
+
+def _inside(eqn: Any, step: Step, known: _Known) -> list[bool] | None:
+    """Of each set, whether all results of a function are in it; None if the equation does not call one."""
+    traits, body = traits_of(eqn.primitive), step.bodies[0] if len(step.bodies) == 1 else None
+    if step.mode is not Mode.ENTER or body is None or not (traits.plain_call or traits.own_jvp):
+        return None
+    own = open_jaxpr(body.jaxpr)
+    found = _known(body, known.of(eqn.invars, own.invars))
+    return [all(not isinstance(v, Literal) and v in some for v in own.outvars) for some in found]
+
+
+def _is_in_stream(eqn: Any, own: Sequence[Any], known: _Known) -> bool:
+    """Whether it adds what a matmul gives to an embedding."""
+    is_known = all(v in known.rounded or v in known.looked_up for v in own)
+    return traits_of(eqn.primitive).sum and is_known and any(v in known.products for v in own)
+
+
+def _is_as_large(eqn: Any, inside: list[bool] | None, own: Sequence[Any], products: Collection[Var]) -> bool:
+    """Whether the result of an operation is of the size of the products that it reads."""
+    if inside is not None:
+        return inside[1]
+    traits = traits_of(eqn.primitive)
+    plain = traits.sum or traits.moves or traits.passes_on or traits.sums_devices or traits.keeps_all_entries
+    if traits.product:  # of a dropout
+        factors = [abs(v.val) for v in eqn.invars if isinstance(v, Literal) and np.ndim(v.val) == 0]
+        plain = any(_LEAST <= factor <= 1 / _LEAST for factor in factors)
+    return plain and bool(own) and all(v in products for v in own)
+
+
+def _is_looked_up(eqn: Any, inside: list[bool] | None, own: Sequence[Any], looked_up: Collection[Var]) -> bool:
+    if inside is not None:
+        return inside[2]
+    return traits_of(eqn.primitive).elementwise and bool(own) and all(v in looked_up for v in own)
 
 
 def _is_product_of(eqn: Any, variables: Collection[Var]) -> bool:
@@ -190,28 +251,22 @@ def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
     return traits_of(eqn.primitive).moves and bool(floats) and all(v in variables for v in floats)
 
 
-def _all_rounded(eqn: Any, rounded: Collection[Var]) -> bool:
-    """Whether no large operand is exact, not even one that is made of constants, such as a mask to be added."""
-    return all(v in rounded for v in eqn.invars if _is_large(v, eqn.outvars[0]))
+def _all_known(eqn: Any, known: _Known) -> bool:
+    """Whether all large operands are rounded or looked up: none is made of constants, such as a mask to be added."""
+    return all(v in known.rounded or v in known.looked_up for v in eqn.invars if _is_large(v, eqn.outvars[0]))
 
 
 def _is_empty(v: Var) -> bool:
     return any(isinstance(size, int) and size == 0 for size in getattr(v.aval, "shape", ()))
 
 
-def _is_as_exact(eqn: Any, step: Step, own: Sequence[Any], rounded: Collection[Var]) -> bool:
+def _is_as_exact(eqn: Any, inside: list[bool] | None, own: Sequence[Any], rounded: Collection[Var]) -> bool:
     """Whether the result of an operation is about as exact as rounded ones of its large operands, next to its size."""
     traits, rounded_own = traits_of(eqn.primitive), [v for v in own if v in rounded]
     if not rounded_own or traits.product:
         return False
-    if step.mode is Mode.ENTER:
-        body = step.bodies[0] if len(step.bodies) == 1 else None
-        if body is None or not (traits.plain_call or traits.own_jvp):
-            return False
-        inside = open_jaxpr(body.jaxpr)
-        given = [v for v, atom in zip(inside.invars, eqn.invars, strict=True) if atom in rounded_own]
-        found = _rounded(body, given)
-        return all(not isinstance(v, Literal) and v in found for v in inside.outvars)
+    if inside is not None:
+        return inside[0]
     plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
     return plain and len(rounded_own) == len(own)
 

@@ -7,7 +7,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_near, both, in_float64, kept, normal
+from helpers import AMP, assert_near, both, equations, in_float64, kept, normal
 from jax import lax
 from plans import plan_of
 
@@ -216,6 +216,57 @@ def test_squares_are_not_held_in_float16():
     plan = plan_of(squared, W, X, compute_dtype=jnp.float16)
     assert hold_streams_low(plan).steps == plan.steps
     assert len(low_results(squared, W, X)) == 1
+
+
+# -- streams that begin with an embedding
+
+PLACES, MASK = jnp.arange(16) * 3 % 7, normal(8, 16, 8) > -1
+
+
+def stack(w, x, added=lambda h: h):
+    for _ in range(3):
+        x = x + added(jax.nn.gelu(norm(x) @ w) @ w)
+    return jnp.sum(norm(x) ** 3)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: stack(w, w[PLACES]),
+        lambda w, x: stack(w, jnp.take(w, PLACES, 0)),
+        lambda w, x: stack(w, w[PLACES] + w[0]),
+        lambda w, x: stack(w, norm(w[PLACES] + w[PLACES // 2]) * w[0]),
+        lambda w, x: stack(w, w[PLACES], lambda h: h + w[0]),
+        lambda w, x: stack(w, w[PLACES], lambda h: jnp.where(MASK, h / 0.9, 0.0)),
+        lambda w, x: stack(w, w[PLACES], lambda h: (h + w[0]).reshape(4, 4, 8).reshape(16, 8)),
+    ],
+)
+def test_a_stream_that_begins_with_an_embedding_is_held_low(fn):
+    assert len(low_results(fn, W, X)) == 3
+    sums = [eqn for eqn in equations(jax.make_jaxpr(AMP(fn))(W, X)) if eqn.primitive.name == "materialized"]
+    assert [eqn.outvars[0].aval.dtype.name for eqn in sums if eqn.params["of_value"]] == ["bfloat16"] * 3
+    assert_near(jax.grad(AMP(fn))(W, X), in_float64(lambda w, x: jax.grad(fn)(w, x), W, X), 5e-2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: stack(w, x),  # what the function was given may be a state, with small changes
+        lambda w, x: stack(w, w[PLACES] + x),
+        lambda w, x: stack(w, w[PLACES], lambda h: 0.01 * h),  # a small step
+        lambda w, x: stack(w, w[PLACES], lambda h: w[0, 0] * h),
+        lambda w, x: stack(w, w[PLACES], lambda h: w[0] * h),
+        lambda w, x: stack(w, w[PLACES], lambda h: jnp.exp(x) * h),
+        lambda w, x: stack(w, jnp.exp(x @ w)),
+    ],
+)
+def test_a_stream_that_something_small_may_be_added_to_stays_in_float32(fn):
+    assert low_results(fn, W, X) == []
+
+
+def test_complex_factors():
+    fn = lambda w, x: stack(w, w[PLACES], lambda h: jnp.real(jnp.fft.ifft(jnp.fft.fft(h) * 1j)))
+    assert_near(jax.grad(AMP(fn))(W, X), in_float64(jax.grad(fn), W, X), 5e-2)
 
 
 @pytest.mark.parametrize(
