@@ -1,21 +1,22 @@
 """Where does the time of a training step go, kernel by kernel?
 
-    python -m benchmarks.kernels [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides ours,mpx]
+    python -m benchmarks.kernels [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides ours,torch-compile]
 
-Traces two steps on the device and groups the kernels by purpose: XLA names a kernel after the operations in it. A CPU
-has no kernels to trace.
+Traces two steps on the device and groups the kernels by purpose: XLA names a kernel after the operations in it, and so
+does PyTorch's compiler. A CPU has no kernels to trace.
 """
 
 import re
 import shutil
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from . import _torch
 from ._contest import prepare
 from ._networks import SIZES
 from ._sides import SIDES, Case, ask_for_upstream, choose
@@ -33,7 +34,7 @@ GROUPS = {  # the first match counts
     "transposes": "transpose|concatenate",
     "sums and maxima": "reduce",
     "softmaxes and norms in one kernel": "^fusion",
-    "element by element": "^loop|^wrapped|^input|^copy",
+    "element by element": "^loop|^wrapped|^input|^copy|elementwise|multi_tensor",
     "other": "",
 }
 COLUMNS = (
@@ -55,7 +56,15 @@ NOTES = (
 )
 
 
+_OF_INDUCTOR = {"poi": "element by element", "tem": "matmuls"}  # `triton_poi_fused_...`, and so on
+
+
 def group_of(kernel: str) -> str:
+    by_inductor = re.match(r"triton_(poi|per|red|tem)_", kernel)
+    if by_inductor:
+        is_norm = re.search("norm|softmax", kernel) is not None
+        whole = "softmaxes and norms in one kernel" if is_norm else "sums and maxima"
+        return _OF_INDUCTOR.get(by_inductor[1], whole)
     return next(group for group, names in GROUPS.items() if re.search(names, kernel.lower()))
 
 
@@ -75,7 +84,7 @@ def traced(fn: Callable[[], Any]) -> Iterator[tuple[str, float]]:
 
 def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, Any]]:
     """One row for each group, longest first, for one step."""
-    times: Counter[str] = Counter()
+    times: dict[str, float] = defaultdict(float)
     launches: Counter[str] = Counter()
     for name, ms in kernels:
         times[group_of(name)] += ms / steps
@@ -83,7 +92,7 @@ def tally(kernels: Iterable[tuple[str, float]], steps: int) -> list[dict[str, An
     total = sum(times.values())
     rows = [
         {"group": group, "ms": ms, "share": ms / total, "launches": launches[group] / steps}
-        for group, ms in times.most_common()
+        for group, ms in sorted(times.items(), key=lambda item: -item[1])
     ]
     return [{"group": "all", "ms": total, "launches": sum(launches.values()) / steps}, *rows]
 
@@ -96,6 +105,12 @@ def measure(name: str, case: Case) -> list[dict[str, Any]]:
     return tally(traced(training), STEPS)
 
 
+def of_torch(got: dict[str, Any]) -> list[dict[str, Any]]:
+    if "kernels" not in got:
+        raise Unavailable(got.get("why", "no trace"))
+    return tally(got["kernels"], STEPS)
+
+
 def main() -> None:
     asked = parser(__doc__, "one thin layer of a ViT")
     asked.add_argument("--network", choices=["vit", "gpt"], default="vit")
@@ -104,10 +119,13 @@ def main() -> None:
     ask_for_upstream(asked)
     options = asked.parse_args()
     case = Case(options.network, SMALL if options.small else SIZES[options.network], options.layers == "scan")
+    in_torch = [name for name in options.sides if SIDES[name].make is None]
+    question = _torch.Asked(case.network, case.sizes, repeats=1, calls=STEPS)
+    torch = _torch.ask(in_torch, question, process="_torch_kernels")  # first, because JAX keeps the device's memory
     rows: list[dict[str, Any]] = []
     for name in options.sides:
         progress(f"{options.network}, {options.layers}, {name}")
-        found = attempt(measure, name, case)
+        found = attempt(of_torch, torch[name]) if name in torch else attempt(measure, name, case)
         about = {"network": options.network, "layers": options.layers, "side": name, "title": SIDES[name].title}
         rows += [{**about, **row} for row in ([{"note": found.why}] if isinstance(found, Failure) else found)]
     first = {row["group"]: row["ms"] for row in rows if row["side"] == options.sides[0] and "ms" in row}

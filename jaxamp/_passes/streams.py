@@ -6,8 +6,9 @@ of a rounding already, and one more rounding costs little. A sum with something 
 exponential or another function has made. An embedding is exact too, but the layers that are added to it are of its size
 or larger: so that sum is held low, if a result of a matmul is added to it as it is.
 
-Such a sum is written to memory once, rounded. XLA drops a rounding where all readers widen the result again, and would
-write it in float32 for them, and once more for the matmuls.
+A sum that the next one adds to is written to memory once, rounded. XLA drops a rounding where all readers widen the
+result again, and would write it in float32 for them, and once more for the matmuls. (A sum that only a norm reads is
+computed again where that is cheaper.)
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
 backward pass would read only the sum.
@@ -54,7 +55,7 @@ def hold_streams_low(plan: Plan) -> Plan:
         and plan.eqns[i].outvars[0] not in magnified
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
-    written = {i for i in changed if i in wide_for_all or _adds_several(plan.eqns[i])}
+    written = {i for i in changed if i in wide_for_all or _goes_on(plan, i, readers[plan.eqns[i].outvars[0]])}
     plan = plan.with_steps(changed)
     return plan._replace(parts=map_steps(plan.parts, lambda i: Written((i,), i) if i in written else i))
 
@@ -113,6 +114,11 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
     several = len({reader.place for reader in readers}) > 1
     return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
+
+
+def _goes_on(plan: Plan, i: int, readers: list[Reader]) -> bool:
+    """Whether it is a sum that is added to again."""
+    return _adds_several(plan.eqns[i]) and any(_adds_several(plan.eqns[r.place]) for r in readers)
 
 
 def _adds_several(eqn: Any) -> bool:
@@ -182,10 +188,11 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
     rounded, products, looked_up = known
     rounded.update(v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low)
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
+    masks: set[Var] = set()
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
         traits = traits_of(eqn.primitive)
         floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
-        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
+        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated | masks]
         inside = _inside(eqn, step, known)
         is_low_matmul = traits.matmul and (step.mode is Mode.LOW or any(value.is_low for value in step.outs))
         in_range = len(own) < 2 or not plan.setting.formats.is_narrow
@@ -195,7 +202,9 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
             repeated.update(eqn.outvars)
         elif _is_moved(eqn, rounded) or _is_as_exact(eqn, inside, own, rounded) or _is_in_stream(eqn, own, known):
             rounded.update(eqn.outvars)
-        if is_low_matmul or _is_as_large(eqn, inside, own, products):
+        if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == bool:
+            masks.update(eqn.outvars)
+        if is_low_matmul or _is_as_large(eqn, inside, own, products, masks):
             products.update(eqn.outvars)
         if eqn.primitive is lax.gather_p or _is_looked_up(eqn, inside, own, looked_up):
             looked_up.update(eqn.outvars)
@@ -218,7 +227,9 @@ def _is_in_stream(eqn: Any, own: Sequence[Any], known: _Known) -> bool:
     return traits_of(eqn.primitive).sum and is_known and any(v in known.products for v in own)
 
 
-def _is_as_large(eqn: Any, inside: list[bool] | None, own: Sequence[Any], products: Collection[Var]) -> bool:
+def _is_as_large(
+    eqn: Any, inside: list[bool] | None, own: Sequence[Any], products: Collection[Var], masks: Collection[Var]
+) -> bool:
     """Whether the result of an operation is of the size of the products that it reads."""
     if inside is not None:
         return inside[1]
@@ -226,7 +237,8 @@ def _is_as_large(eqn: Any, inside: list[bool] | None, own: Sequence[Any], produc
     plain = traits.sum or traits.moves or traits.passes_on or traits.sums_devices or traits.keeps_all_entries
     if traits.product:  # of a dropout
         factors = [abs(v.val) for v in eqn.invars if isinstance(v, Literal) and np.ndim(v.val) == 0]
-        plain = any(_LEAST <= factor <= 1 / _LEAST for factor in factors)
+        is_masked = any(v in masks for v in eqn.invars if not isinstance(v, Literal))
+        plain = is_masked or any(_LEAST <= factor <= 1 / _LEAST for factor in factors)
     return plain and bool(own) and all(v in products for v in own)
 
 

@@ -282,6 +282,11 @@ def test_kernels_are_grouped_by_what_they_are_for():
         ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816wgrad_optimized>", "convolutions"),
         ("void cudnn::engines_precompiled::nchwToNhwcKernel", "convolutions"),
         ("loop_convert_fusion_3", "element by element"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_3", "element by element"),
+        ("triton_per_fused_add_native_layer_norm_12", "softmaxes and norms in one kernel"),
+        ("triton_red_fused_sum_4", "sums and maxima"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "element by element"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
     ],
 )
 def test_convolutions_are_not_attention(kernel, group):
