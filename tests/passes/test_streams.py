@@ -238,16 +238,16 @@ def stack(w, x, added=lambda h: h):
         lambda w, x: stack(w, norm(w[PLACES] + w[PLACES // 2]) * w[0]),
         lambda w, x: stack(w, w[PLACES], lambda h: h + w[0]),
         lambda w, x: stack(w, w[PLACES], lambda h: jnp.where(MASK, h / 0.9, 0.0)),
-        lambda w, x: stack(w, w[PLACES], lambda h: MASK.astype(jnp.float32) * h / 0.9),
+        lambda w, x: stack(w, w[PLACES], lambda h: MASK.astype(w.dtype) * h / 0.9),
         lambda w, x: stack(w, w[PLACES], lambda h: (h + w[0]).reshape(4, 4, 8).reshape(16, 8)),
     ],
 )
 def test_a_stream_that_begins_with_an_embedding_is_held_low(fn):
     assert len(low_results(fn, W, X)) == 3
-    sums = [eqn for eqn in equations(jax.make_jaxpr(AMP(fn))(W, X)) if eqn.primitive.name == "materialized"]
-    assert [eqn.outvars[0].aval.dtype.name for eqn in sums if eqn.params["of_value"]] == [
-        "bfloat16"
-    ] * 2  # not the last
+    written = [eqn for eqn in equations(jax.make_jaxpr(AMP(fn))(W, X)) if eqn.primitive.name == "materialized"]
+    sums = [eqn.outvars[0].aval.dtype.name for eqn in written if eqn.params["of_value"]]
+    assert len(sums) >= 2  # all that are added to
+    assert set(sums) == {"bfloat16"}
     assert_near(jax.grad(AMP(fn))(W, X), in_float64(lambda w, x: jax.grad(fn)(w, x), W, X), 5e-2)
 
 
