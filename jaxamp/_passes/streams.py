@@ -188,11 +188,11 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
     rounded, products, looked_up = known
     rounded.update(v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low)
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
-    masks: set[Var] = set()
+    masks: set[Var] = set()  # of these, zeros and ones
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
         traits = traits_of(eqn.primitive)
         floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
-        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated | masks]
+        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
         inside = _inside(eqn, step, known)
         is_low_matmul = traits.matmul and (step.mode is Mode.LOW or any(value.is_low for value in step.outs))
         in_range = len(own) < 2 or not plan.setting.formats.is_narrow
@@ -204,6 +204,7 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
             rounded.update(eqn.outvars)
         if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == bool:
             masks.update(eqn.outvars)
+            repeated.update(eqn.outvars)
         if is_low_matmul or _is_as_large(eqn, inside, own, products, masks):
             products.update(eqn.outvars)
         if eqn.primitive is lax.gather_p or _is_looked_up(eqn, inside, own, looked_up):
