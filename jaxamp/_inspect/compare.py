@@ -19,10 +19,10 @@ from .._errors import summary
 from .._plan.residuals import Keep
 from .._policy.quantization import formats_of
 from .._scaling.state import DynamicScalerState, check_state
-from .._transform.amp import plan_call
+from .._transform.amp import plan_call, without_amp
 from .._transform.call import split_call
 from .._transform.ledger import Ledger
-from .._transform.options import Options, PolicyLike, check_function, check_options
+from .._transform.options import Options, PolicyLike
 from .check import check_arguments, no_gradient
 from .comparison import GRADIENTS, Compared, Comparison, error_of
 from .location import Place
@@ -47,7 +47,7 @@ def compare(
     """Run a call in full precision and under `amp`, and report how far apart they are, and where that begins.
 
     Args:
-        fn: The function that you would pass to `amp`.
+        fn: The function that you would pass to `amp`, or an `amp` of it, whose options count where none are given.
         compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to compare the gradients of the first result, by the floating-point arrays of the first
             argument. A result that is not a scalar is summed, and a note says so.
@@ -73,8 +73,7 @@ def compare(
       note names it.
     - Random draws are the same in both runs as long as they are drawn from the same key and in the same dtype.
     """
-    check_function("compare", fn)
-    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
+    fn, options = without_amp("compare", fn, compute_dtype, amp_policy, keep, disable_passes)
 
     def compared(*args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwargs: Any) -> Comparison:
         if dynamic_scaler_state is not None:
@@ -149,7 +148,7 @@ def assert_amp_close(
     A backward pass that can't be traced is a failure. Pass `backward=False` if none is wanted.
 
     Args:
-        fn: The function that you would pass to `amp`.
+        fn: The function that you would pass to `amp`, or an `amp` of it, whose options count where none are given.
         args: Its arguments.
         rtol: The largest norm of a difference, over the norm of the reference, for each result and gradient. Where the
             reference is only rounding, as in the gradient of a bias before a normalization, rounding is allowed.

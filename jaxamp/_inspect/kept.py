@@ -9,7 +9,8 @@ import jax
 from .._compat import open_jaxpr
 from .._jaxpr import evaluate
 from .._plan.residuals import Keep
-from .._transform.options import PolicyLike, check_function, check_options
+from .._transform.amp import without_amp
+from .._transform.options import PolicyLike
 from .program import program_of
 from .pullback import Pullback, pullback_of
 
@@ -67,8 +68,7 @@ def bytes_kept(
     >>> kept.before > 3 * kept.after
     True
     """
-    check_function("bytes_kept", fn)
-    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
+    fn, options = without_amp("bytes_kept", fn, compute_dtype, amp_policy, keep, disable_passes)
 
     def kept(*args: Any, **kwargs: Any) -> BytesKept:
         if not args:

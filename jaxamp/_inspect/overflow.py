@@ -18,7 +18,8 @@ from .._compat import Jaxpr
 from .._formats import is_float
 from .._plan.residuals import Keep
 from .._scaling.state import DynamicScalerState, check_state
-from .._transform.options import PolicyLike, check_function, check_options
+from .._transform.amp import without_amp
+from .._transform.options import PolicyLike
 from .location import Place
 from .numbers import all_finite, has_nan
 from .overflow_report import Event, OverflowReport
@@ -73,8 +74,7 @@ def find_overflow(
     - Values that a derivative needs from the forward pass, such as `0.5 / sqrt(x)`, are computed there: their phase is
       "forward".
     """
-    check_function("find_overflow", fn)
-    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
+    fn, options = without_amp("find_overflow", fn, compute_dtype, amp_policy, keep, disable_passes)
 
     def find(*args: Any, dynamic_scaler_state: DynamicScalerState | None = None, **kwargs: Any) -> OverflowReport:
         if dynamic_scaler_state is not None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .._plan.residuals import Keep
-from .._transform.options import PolicyLike, check_function, check_options
+from .._transform.amp import without_amp
+from .._transform.options import PolicyLike
 from .check import check_arguments, checked_globs, list_problems, problems_of
 from .collectives import compiled_collectives
 from .html import page_of
@@ -70,8 +71,13 @@ class AmpReport(ReportData):
         """Write the report as one HTML page that works offline: a map of scopes, and a table to sort and filter.
 
         Args:
-            path: Where to write it.
+            path: Where to write it, with a name that ends in `.html`.
         """
+        if Path(path).suffix.lower() not in (".html", ".htm"):
+            raise ValueError(
+                f"save got the path {os.fspath(path)!r}; expected one that ends in .html. Write for example "
+                "report.save('report.html'), or report.plot() for a picture."
+            )
         Path(path).write_text(page_of(self), encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -130,7 +136,7 @@ def amp_report(
     """Report what `amp` does to a function, and why.
 
     Args:
-        fn: The function that you would pass to `amp`.
+        fn: The function that you would pass to `amp`, or an `amp` of it, whose options count where none are given.
         compute_dtype, amp_policy, keep, disable_passes: As for `amp`.
         backward: Whether to include the backward pass: the gradient of the first floating-point result with respect
             to the floating-point arrays of the first argument. A result that is not a scalar is summed, and a note
@@ -159,8 +165,7 @@ def amp_report(
       their own.
     - The body of a `while` counts once, and so does each branch of a `cond`.
     """
-    check_function("amp_report", fn)
-    options = check_options(compute_dtype, amp_policy, keep, disable_passes)
+    fn, options = without_amp("amp_report", fn, compute_dtype, amp_policy, keep, disable_passes)
     collectives = () if compiled is None else tuple(compiled_collectives(compiled))
 
     def report(*args: Any, **kwargs: Any) -> AmpReport:
@@ -210,7 +215,7 @@ def assert_mixed(
     Short for `amp_report(fn, **amp_options)(*args).check(...)`.
 
     Args:
-        fn: The function that you would pass to `amp`.
+        fn: The function that you would pass to `amp`, or an `amp` of it, whose options count where none are given.
         args: A tuple of its arguments, or of `jax.ShapeDtypeStruct`s in their place.
         low, max_casts, max_cast_bytes, allow_unmatched, compiled: As for `AmpReport.check`.
         **amp_options: As for `amp_report`.

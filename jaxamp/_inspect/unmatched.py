@@ -8,9 +8,9 @@ from .._policy.communication import COMMUNICATION
 from .._policy.load import load_policy
 from .._policy.lookup import Key
 from .._policy.toml import presets
-from .._transform.amp import plan_call
+from .._transform.amp import plan_call, without_amp
 from .._transform.call import split_call
-from .._transform.options import Options, PolicyLike, check_function, check_options
+from .._transform.options import Options, PolicyLike
 
 
 def unmatched_keys(
@@ -21,7 +21,7 @@ def unmatched_keys(
     Such as a scope's name that is misspelt, or that a library has changed. Keys that come with a preset are left out.
 
     Args:
-        fn: The function that you would pass to `amp`.
+        fn: The function that you would pass to `amp`, or an `amp` of it, whose options count where none are given.
         compute_dtype, amp_policy: As for `amp`.
 
     Returns:
@@ -33,8 +33,7 @@ def unmatched_keys(
     >>> unmatched_keys(lambda x: x @ x, amp_policy=policy)(jnp.ones((2, 2)))
     ['atention']
     """
-    check_function("unmatched_keys", fn)
-    options = check_options(compute_dtype, amp_policy)
+    fn, options = without_amp("unmatched_keys", fn, compute_dtype, amp_policy)
 
     def keys(*args: Any, **kwargs: Any) -> list[Key]:
         call, arrays, _ = split_call(fn, args, kwargs)

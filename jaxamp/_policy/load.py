@@ -18,7 +18,7 @@ from .communication import COMMUNICATION, Communication
 from .lookup import Policy
 from .mapping import EditablePolicy, FrozenPolicy
 from .quantization import Quantization, use_formats
-from .rules import WORDS
+from .rules import WORDS, use_precision
 from .toml import load_preset, load_table, presets
 
 
@@ -94,7 +94,7 @@ def _with_rules(policy: Mapping[Any, Any]) -> Policy:
                 )
         elif key in words:
             _check_word(key, rule)
-        elif not callable(rule):
+        elif not callable(rule) or isinstance(rule, type) or rule is use_precision:
             raise TypeError(
                 f"amp_policy[{key!r}] is {rule!r}; expected a rule: a function of (compute_dtype, original_dtypes, "
                 f"*invars, **bind_params), or one of the names {_NAMES}. Write for example "

@@ -169,7 +169,7 @@ def amp(
             `"e2m1"` or `jaxamp.format(...)`: all matmuls in that format, as `jaxamp.use_formats` says, and the rest in
             `bfloat16`.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
-            `fp8`, `torch`), or the path of a TOML table.
+            `fp8`, `fp8_delayed`, `torch`), or the path of a TOML table.
         keep: What is kept for the backward pass. `"auto"`: the results of matmuls, and what goes from one layer to the
             next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
             `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
@@ -274,6 +274,25 @@ class Amped:
         if _at(self.__module__, getattr(self, "__qualname__", "")) is self:  # decorated: the function has lost its name
             return self.__qualname__
         return _rebuild, (self._fn, *self._settings.options.given)
+
+
+def without_amp(
+    caller: str, fn: Any, compute_dtype: Any, amp_policy: PolicyLike, keep: Keep = "auto", disable_passes: Any = ()
+) -> tuple[Callable[..., Any], Options]:
+    """The function that a tool is to look at, and the options. Of an `amp`, what it wraps, and its options where the
+    tool is given none."""
+    check_function(caller, fn)
+    if not isinstance(fn, Amped):
+        return fn, check_options(compute_dtype, amp_policy, keep, disable_passes)
+    own_dtype, own_policy, own_keep, own_passes = fn.options.given
+    is_unsaid = lambda option, default: isinstance(option, str) and option == default
+    options = check_options(
+        own_dtype if is_unsaid(compute_dtype, "auto") else compute_dtype,
+        own_policy if is_unsaid(amp_policy, "default") else amp_policy,
+        own_keep if is_unsaid(keep, "auto") else keep,
+        disable_passes or own_passes,
+    )
+    return fn.function, options
 
 
 def amp_of(caller: str, fn: Any) -> Amped:

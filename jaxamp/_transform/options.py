@@ -83,10 +83,15 @@ def check_options(
     return Options(dtype, policy, Lookup(policy, dtype), keep, _check_passes(disable_passes), is_table)
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
+
+
 def _check_dtype(compute_dtype: Any, policy: Policy) -> tuple[np.dtype, NumberFormat | None]:
     """The compute dtype, and the format that matmuls are to run in, if one was given in its place."""
     if isinstance(compute_dtype, str) and compute_dtype == "auto":
         return np.dtype(jnp.bfloat16 if quantizes(policy) else jnp.float16), None
+    if isinstance(compute_dtype, str):
+        compute_dtype = _SHORT.get(compute_dtype, compute_dtype)
     try:
         dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)  # numpy takes None for float64
     except TypeError:
@@ -126,7 +131,7 @@ def _check_passes(names: Any) -> tuple[str, ...]:
 
 def check_function(name: str, fn: Any) -> None:
     """Refuse what can't be called, in the words of the function `name`."""
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise TypeError(
             f"{name} got {fn!r}, of type {type(fn).__name__}; expected a function. Write jaxamp.{name}(loss_fn), "
             f"and give the options by name: jaxamp.{name}(loss_fn, compute_dtype=jnp.bfloat16)."

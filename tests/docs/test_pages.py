@@ -28,6 +28,13 @@ def text_of(page):
     return PAGES[page].read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_files_hold_in_the_repository(page):
+    """And on the site, which is built with `--strict`."""
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", BLOCK.sub("", text_of(page)))
+    assert [link for link in links if not (PAGES[page].parent / link).exists()] == []
+
+
 def run_page(page):
     """Run the blocks of a page in one namespace, and compare what they print. `...` stands for anything."""
     namespace = {"__name__": "page"}

@@ -262,3 +262,37 @@ def test_split_arguments_give_the_errors_of_whole_ones():
         expected = {(row.name, row.scope): row.error.relative for row in getattr(whole, kind)}
         found = {(row.name, row.scope): row.error.relative for row in getattr(split, kind)}
         assert found == pytest.approx(expected, rel=0.5, abs=1e-4)  # each device rounds its part of a sum
+
+
+# -- tools that are given an amp
+
+
+def tanh_loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+TANH_ARGS = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.linspace(0, 1, 32).reshape(4, 8)
+
+
+def test_an_amp_is_compared_with_what_it_wraps():
+    amp = jaxamp.amp(tanh_loss, compute_dtype=jnp.bfloat16)
+    plain, wrapped = compare(tanh_loss, compute_dtype=jnp.bfloat16)(*TANH_ARGS), compare(amp)(*TANH_ARGS)
+    assert str(wrapped) == str(plain)
+    assert wrapped.gradients[0].error.relative > 0
+    assert compare(amp, compute_dtype=jnp.float16)(*TANH_ARGS).compute_dtype == "float16"
+    with pytest.raises(AssertionError, match="w"):
+        assert_amp_close(amp, TANH_ARGS, rtol=1e-9)
+
+
+def test_other_tools_look_at_what_an_amp_wraps_with_its_options():
+    policy = jaxamp.default_amp_policy | {lax.tanh_p: jaxamp.use_original_precision, "nowhere": "float32"}
+    options = {"compute_dtype": jnp.bfloat16, "amp_policy": policy, "keep": "matmuls"}
+    amp = jaxamp.amp(tanh_loss, disable_passes=["recompute"], **options)
+    report = jaxamp.amp_report(amp)(*TANH_ARGS)
+    assert str(report) == str(jaxamp.amp_report(tanh_loss, disable_passes=["recompute"], **options)(*TANH_ARGS))
+    assert jaxamp.bytes_kept(amp)(*TANH_ARGS) == jaxamp.bytes_kept(tanh_loss, disable_passes=["recompute"], **options)(
+        *TANH_ARGS
+    )
+    assert jaxamp.unmatched_keys(amp)(*TANH_ARGS) == ["nowhere"]
+    overflow = jaxamp.amp(lambda x: jnp.sum(x @ x @ x @ x), compute_dtype=jnp.float16)
+    assert jaxamp.find_overflow(overflow)(jnp.full((8, 8), 30.0)).events

@@ -187,3 +187,9 @@ def test_a_notebook_shows_at_most_thirty_lines():
 )
 def test_a_number_is_said_in_three_digits_and_a_unit(number, text):
     assert si(number) == text
+
+
+def test_a_page_is_not_saved_under_the_name_of_something_else(tmp_path):
+    report = amp_report(lambda x: x @ x)(jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match=r"save got the path .*r.pdf'; expected one that ends in .html. Write for"):
+        report.save(tmp_path / "r.pdf")

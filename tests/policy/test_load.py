@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import AMP, LOW, WIDE, W, dtypes_of, matmuls, raises
 from jax import lax
@@ -54,6 +55,10 @@ def test_a_name_that_is_no_rules_is_told(rule, words):
 def test_something_else_than_a_rule_is_told():
     with raises(TypeError, "is 3; expected a rule", "'float32'", "Write for example"):
         jaxamp.load_policy({lax.tanh_p: 3})
+    for rule in (jnp.float32, np.float32, jnp.dtype("float32"), jaxamp.use_precision):
+        for key in (lax.tanh_p, "head"):
+            with raises(TypeError, "expected a rule", "Write for example"):
+                jaxamp.amp(tanh_of_matmul, amp_policy={key: rule})
 
 
 # -- a primitive's name as a key

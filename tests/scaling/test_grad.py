@@ -479,6 +479,12 @@ class TestBadInput:
         ):
             make(error, argnums=1)
 
+    @pytest.mark.parametrize("filter", [True, False])
+    @pytest.mark.parametrize("option", ["redo_on_nans", "compute_dtype"])
+    def test_options_that_there_are_not(self, make, option, filter):
+        with pytest.raises(TypeError, match=rf"got the option '{option}'; expected some of has_aux.* go to amp: write"):
+            make(error, filter=filter, **{option: 1})
+
 
 def test_a_transform_that_is_none():
     with pytest.raises(

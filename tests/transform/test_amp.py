@@ -328,9 +328,19 @@ def test_a_compute_dtype_that_is_no_float_is_refused(dtype):
         jaxamp.amp(lambda x: x, compute_dtype=dtype)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", jnp.bfloat16), ("fp16", jnp.float16), ("f16", jnp.float16)])
+def test_short_names_of_dtypes(name, dtype):
+    assert jaxamp.amp(lambda x: x, compute_dtype=name).options.compute_dtype == dtype
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match=r"amp got 3, of type int; expected a function.*jaxamp.amp\(loss_fn\)"):
         jaxamp.amp(3)
+    for a_class in (jnp.bfloat16, np.float16, eqx.nn.Linear, dict):
+        with pytest.raises(
+            TypeError, match=r"amp got .*, of type .*; expected a function. Write jaxamp.amp\(loss_fn\)"
+        ):
+            jaxamp.amp(a_class)
     with pytest.raises(TypeError, match=r"amp_stop got 3, of type int.*with jaxamp.amp_stop\(\):"):
         jaxamp.amp_stop(3)
     with pytest.raises(TypeError, match=r"unmatched_keys got 3, of type int.*jaxamp.unmatched_keys\(loss_fn\)"):
