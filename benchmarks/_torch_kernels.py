@@ -5,17 +5,15 @@
 For each side, the process prints what `_torch_process` does, and the name and milliseconds of each kernel.
 """
 
+import functools
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ._networks import Sizes, make
-from ._torch import Asked
-from ._torch_process import Timed, Training, answer
+from ._torch_process import Training, answer, prepare
 
 ON_DEVICE = "kernel", "gpu_memcpy", "gpu_memset"  # of the events in a trace; others span several of these
 
@@ -38,10 +36,5 @@ class Traced(Training):
         return [(event["name"], event["dur"] / 1e3) for event in events if event.get("cat") in ON_DEVICE]
 
 
-def prepare(asked: Asked, device: str) -> Callable[[str], Timed]:
-    model, *batch = make(asked.network, Sizes(*asked.sizes))
-    return lambda side: Traced(side, asked, model, batch, device)
-
-
 if __name__ == "__main__":
-    answer(prepare, __doc__)
+    answer(functools.partial(prepare, training=Traced), __doc__)

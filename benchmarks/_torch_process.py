@@ -149,9 +149,9 @@ class Training(Timed):
 Prepare = Callable[[Asked, str], Callable[[str], Timed]]  # from a question and a device to the step of each side
 
 
-def prepare(asked: Asked, device: str) -> Callable[[str], Timed]:
+def prepare(asked: Asked, device: str, training: type[Training] = Training) -> Callable[[str], Timed]:
     model, *batch = make(asked.network, Sizes(*asked.sizes))
-    return lambda side: Training(side, asked, model, batch, device)
+    return lambda side: training(side, asked, model, batch, device)
 
 
 def measure(sides: Sequence[str], make_side: Callable[[str], Timed], repeats: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ pytest.register_assert_rewrite("attention_cases", "helpers", "oracles", "side_by
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     models_plugin.pytest_addoption(parser)
-    parser.addoption("--thorough", action="store_true", help="run all tests, not those of the first ten minutes")
+    parser.addoption("--thorough", action="store_true", help="run all tests; else those that fit into ten minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -56,7 +56,8 @@ def _with_copy_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any
 
 
 def _with_copy_transpose(ct: Any, x: Any, copy: Any) -> list[Any]:
-    return [ct, ad.Zero(copy.aval.to_tangent_aval()) if ad.is_undefined_primal(copy) else None]
+    given, without = ad.is_undefined_primal(x), ad.is_undefined_primal(copy)
+    return [ct if given else None, ad.Zero(copy.aval.to_tangent_aval()) if without else None]
 
 
 def _copied_transpose(ct: Any, x: Any, **params: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from .._transform.amp import amp_of
 from .._transform.delayed import with_scales
 from .._transform.delayed_scales import DelayedScales
 from .._transform.nnx_state import loaded_nnx, nodes_of
-from .signatures import wraps_with_state
+from .signatures import check_names, wraps_with_state
 
 _NAME, _STATE = "delayed_scale_value_and_grad", "delayed_scales"
 
@@ -49,6 +49,7 @@ def delayed_scale_value_and_grad(
       `jaxamp.with_scales`. The gradient by the scales is not divided by the loss scale.
     """
     amp_of(_NAME, fun)
+    check_names(_NAME, kwargs, "has_aux", "filter")
     if filter and kwargs:
         raise TypeError(
             f"{_NAME} got {', '.join(kwargs)} with filter=True; expected them only with filter=False. Put what is to "

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import nearest
 from .._jaxpr import along
 from .._transform.call import split_call
 from .._transform.loss_scaling import is_scaled_already, scaling
@@ -24,7 +23,7 @@ from .._tree import is_inexact_array, is_inexact_array_like, is_none
 from .cotangent import as_cotangent, scale_cotangent
 from .evaluation import Evaluation, evaluation_of
 from .nnx_snapshot import snapshot_of
-from .signatures import ScaledFunction, ScaledGrad, wraps_with_state
+from .signatures import ScaledFunction, ScaledGrad, check_names, wraps_with_state
 from .state import DynamicScalerState, check_state
 from .step import scaler_step
 
@@ -213,12 +212,7 @@ def _dynamic_scale(
 ) -> Callable[..., Any]:
     """Differentiate `fun` with loss scaling; `assemble` arranges value, aux and gradients as the user gets them."""
     _check_options(name, fun, redo_on_nan)
-    for option in kwargs.keys() - {"argnums", "holomorphic", "allow_int"}:
-        options = ("has_aux", "redo_on_nan", "filter", "axis_name", "state_if_finite", "argnums")
-        raise TypeError(
-            f"{name} got the option {option!r}; expected some of {', '.join(options)}. Options of amp go to amp: write "
-            f"{name}(jaxamp.amp(loss_fn, compute_dtype=jnp.float16)).{nearest(option, options)}"
-        )
+    check_names(name, kwargs, "has_aux", "redo_on_nan", "filter", "axis_name", "state_if_finite")
     if filter and kwargs:
         raise TypeError(
             f"{name} got {', '.join(kwargs)} with filter=True; expected them only with filter=False. Equinox always "

@@ -2,10 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
+from .._errors import nearest
 from .state import DynamicScalerState
+
+OF_JAX = "argnums", "holomorphic", "allow_int"  # what `jax.value_and_grad` takes
 
 First = TypeVar("First", contravariant=True)
 Out = TypeVar("Out", covariant=True)
@@ -27,6 +30,17 @@ class ScaledFunction(Protocol[Out]):
         self, *args: Any, dynamic_scaler_state: DynamicScalerState, **kwargs: Any
     ) -> tuple[DynamicScalerState, Out]:
         """The scaler's next state, and the results."""
+
+
+def check_names(name: str, given: Collection[str], *own: str) -> None:
+    """Refuse options that neither the function `name` has nor `jax.value_and_grad`."""
+    known = (*own, *OF_JAX)
+    for option in given:
+        if option not in known:
+            raise TypeError(
+                f"{name} got the option {option!r}; expected some of {', '.join(known)}. Options of amp go to amp: "
+                f"write {name}(jaxamp.amp(loss_fn, compute_dtype=...)).{nearest(option, known)}"
+            )
 
 
 def wraps_with_state(fun: Callable[..., Any], name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

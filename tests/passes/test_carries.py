@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import AMP, assert_same_bits, equations, in_float64, normal
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 WITHOUT = functools.partial(AMP, disable_passes=["carry_low"])
@@ -190,3 +191,20 @@ def test_on_a_mesh(explicit):
         found = fn(put(W), put(U), put(B), put(XS, None, "d"))
     expected = in_float64(jax.grad(simple, 1), W, U, B, XS)
     assert np.linalg.norm(np.asarray(found) - expected) < 2e-2 * np.linalg.norm(expected)
+
+
+def test_casts_are_not_made_in_the_context_of_the_first_equation():
+    def tagged(w, u, b, xs):
+        def step(carry, x):
+            with set_xla_metadata(tag="first"):
+                x = jnp.sin(x)
+            return cell(w, b, carry, x)
+
+        (h, _), _ = jax.lax.scan(step, zeros(xs), xs)
+        return jnp.mean((h @ u) ** 2)
+
+    jaxpr = jax.make_jaxpr(AMP(tagged))(W, U, B, XS)
+    first = [eqn for eqn in equations(jaxpr) if (eqn.ctx.xla_metadata or {}).get("tag") == "first"]
+    assert {eqn.primitive.name for eqn in first} == {"sin"}
+    carried = [v.aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
+    assert jnp.bfloat16 in carried

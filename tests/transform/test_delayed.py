@@ -287,6 +287,8 @@ def test_other_errors_say_what_to_write():
         jaxamp.delayed_scale_value_and_grad(delayed)(WS, X)
     with raises(TypeError, "argnums with filter=True", "filter=False"):
         jaxamp.delayed_scale_value_and_grad(delayed, argnums=1)
+    with raises(TypeError, "got the option 'has_axu'; expected some of has_aux, filter, argnums", "mean 'has_aux'"):
+        jaxamp.delayed_scale_value_and_grad(delayed, has_axu=True)
     for history in (0, -1, 2.5, True):
         with raises(ValueError, f"history={history!r}", "1 or more", "Write history=16"):
             jaxamp.use_formats(scaling="delayed", history=history)
