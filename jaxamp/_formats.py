@@ -72,6 +72,15 @@ def float_dtype(aval: Any) -> np.dtype | None:
     return aval.dtype if isinstance(aval, jax.core.ShapedArray) and is_float_dtype(aval.dtype) else None
 
 
+def is_complex(aval: Any) -> bool:
+    return _is_complex_dtype(getattr(aval, "dtype", None))
+
+
+@functools.cache
+def _is_complex_dtype(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.complexfloating))
+
+
 def is_integer(aval: Any) -> bool:
     """Integers and bools, which a matmul with floats takes as floats."""
     return isinstance(aval, jax.core.ShapedArray) and (

@@ -424,6 +424,40 @@ def main():
         called = re.findall(r'window={size=(\d+)x\d+.*custom_call_target="__cudnn\$(\w+)"', text)
         return {"kernels": sorted(name for _, name in called), "largest": max(int(size) for size, _ in called)}
 
+    def causal():
+        """The sizes of the filters of causal convolutions, whose filters have 3 entries, 8 apart."""
+
+        def loss(w, x):
+            x = jax.lax.conv_general_dilated(
+                x, w, (1,), ((16, 0),), rhs_dilation=(8,), dimension_numbers=("NWC", "WIO", "NWC")
+            )
+            return jnp.mean(jnp.tanh(x) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 64, 64), (8, 512, 64))]
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16), (0, 1)), *shapes, donate=()).as_text()
+        return sorted(map(int, re.findall(r'window={size=(\d+).*custom_call_target="__cudnn', text)))
+
+    def spectral():
+        """How often activations between Fourier transforms and matmuls are written in float32."""
+
+        def loss(w, x):
+            x = x @ w
+            for _ in range(3):
+                spectrum = jnp.fft.rfft(x, axis=1)
+                low = jnp.einsum("bki,io->bko", spectrum[:, :16], jax.lax.complex(w, w))
+                back = jnp.fft.irfft(jnp.zeros_like(spectrum).at[:, :16].set(low), 512, axis=1)
+                x = jax.nn.gelu(back + x @ w)
+            return jnp.mean((x @ w) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (8, 512, 64))]
+        found = {}
+        for name, disabled in (("with", []), ("without", ["hold_streams_low"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            text = compiled(jax.grad(amp), *shapes, donate=()).as_text()
+            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
+            found[name] = sum(kernel.count("f32[8,512,64]") for kernel in kernels)
+        return found
+
     def experts():
         """How many matmuls eight experts have, and how many rows they multiply for each that there is."""
 
@@ -499,6 +533,8 @@ def main():
         "negated": negated,
         "head": head,
         "filters": filters,
+        "causal": causal,
+        "spectral": spectral,
         "experts": experts,
         "recurrent": recurrent,
         "parallel": parallel,

@@ -1,15 +1,18 @@
-"""Round the cotangent of a norm's result once, where it comes from a low matmul through an activation.
+"""Round the cotangent of a norm's result once, where it comes from a low matmul through an activation or a transpose.
 
     y = silu(norm(x) * scale + offset) @ w
 
 The backward pass of a norm reads the cotangent of its result many times: for the scale, the offset, the mean, the
-variance, and last for `x`. With an activation in between, XLA makes it once and writes it in float32, although what
-comes out of the matmul is rounded. Here it is written rounded as well. An activation by comparison, as a relu is, XLA
-repeats for each reader. Writing its cotangent once was tried, and is slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
+variance, and last for `x`. With an activation in between, or axes in another order, as in an MLP mixer, XLA makes it
+once and writes it in float32, although what comes out of the matmul is rounded. Here it is written rounded as well. An
+activation by comparison, as a relu is, XLA repeats for each reader. Writing its cotangent once was tried, and is
+slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from jax import lax
 
 from .._compat import Literal, Var, open_jaxpr
 from .._plan.bodies import functions_in
@@ -23,7 +26,7 @@ Readers = dict[Var, list[Reader]]
 
 
 def round_norm_cotangents(plan: Plan) -> Plan:
-    """Let the cotangents of norms' results be low, where only activations in front of low operations read these."""
+    """Let the cotangents of norms' results be low, where activations or transposes before low operations read these."""
     if not plan.touched or plan.setting.keep == "all":
         return plan
     wide = [i for i in plan.parts if isinstance(i, int) and _may_end_norm(plan, i)]
@@ -70,8 +73,11 @@ def _large(eqn: Any) -> Iterator[Var]:
 
 
 def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
-    """Whether all that is made of a result is read low after element-wise work, some of which is nonlinear."""
-    last, bends = len(plan.eqns), False
+    """Whether all that is made of a result is read low after element-wise work that XLA does not repeat.
+
+    Some of it is nonlinear, or a transpose.
+    """
+    last, is_costly = len(plan.eqns), False
     waiting, seen = [plan.eqns[i].outvars[0]], set[int]()
     while waiting:
         for reader in readers.get(waiting.pop(), []):
@@ -81,9 +87,10 @@ def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
                 return False
             if reader.place not in seen:
                 seen.add(reader.place)
-                bends = bends or _bends(plan.eqns[reader.place])
+                eqn = plan.eqns[reader.place]
+                is_costly = is_costly or _bends(eqn) or eqn.primitive is lax.transpose_p
                 waiting += plan.eqns[reader.place].outvars
-    return bends
+    return is_costly
 
 
 def _is_free_activation(plan: Plan, i: int) -> bool:

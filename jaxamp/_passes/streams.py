@@ -11,7 +11,8 @@ result again, and would write it in float32 for them, and once more for the matm
 computed again where that is cheaper.)
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
-backward pass would read only the sum.
+backward pass would read only the sum. A Fourier transform of rounded values is a matmul in this sense: it is linear, so
+that its result has their error, although it is computed in float32.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
@@ -26,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
-from .._formats import Format, float_dtype
+from .._formats import Format, float_dtype, is_complex
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step, map_steps
@@ -41,11 +42,12 @@ def hold_streams_low(plan: Plan) -> Plan:
         return plan
     wide = [i for i in plan.parts if isinstance(i, int) and _is_wide(plan, i)]
     readers = plan.readers() if wide else {}
-    of_matmuls = _sums_of_matmuls(plan, wide, readers)
+    known = _known(plan) if wide else _Known.nothing()
+    of_matmuls = _sums_of_matmuls(plan, wide, readers, known.transformed)
     mixed = [i for i in wide if i in of_matmuls or _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
     if not mixed:
         return plan
-    known, magnified = _known(plan), _magnified(plan)
+    magnified = _magnified(plan)
     wide_for_all = {i for i in mixed if i in of_matmuls or _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
     held = Memo()  # equations of a kind share a step
     changed = {
@@ -126,8 +128,13 @@ def _adds_several(eqn: Any) -> bool:
     return traits_of(eqn.primitive).sum and all(_is_large(v, eqn.outvars[0]) for v in eqn.invars)
 
 
-def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Reader]]) -> set[int]:
-    """Sums of two low matmuls or more, and of biases, that are read in float32. Nothing else reads what they add."""
+def _sums_of_matmuls(
+    plan: Plan, wide: Sequence[int], readers: dict[Var, list[Reader]], transformed: Collection[Var]
+) -> set[int]:
+    """Sums of two low matmuls or more, and of biases, that are read in float32. Nothing else reads what they add.
+
+    A Fourier transform of rounded values counts as a matmul.
+    """
     sums = [i for i in wide if traits_of(plan.eqns[i].primitive).sum and not plan.setting.formats.is_narrow]
     if not sums or plan.setting.keep == "all":
         return set()
@@ -139,6 +146,8 @@ def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: dict[Var, list[Re
         adds = traits.sum or traits.keeps_all_entries or traits.passes_on
         if traits.matmul:
             found = int(step.outs[0].is_low)
+        elif not adds and any(v in transformed for v in eqn.outvars):
+            found = 1
         elif adds and not step.is_pinned and step.mode is not Mode.RULE:
             large = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
             counts = [matmuls[made[v]] if v in made and len(readers[v]) == 1 else 0 for v in large]
@@ -170,11 +179,19 @@ class _Known(NamedTuple):
     rounded: set[Var]  # their error is that of a low value of their size, or more
     products: set[Var]  # rounded: results of low matmuls, perhaps moved, with a bias or a dropout
     looked_up: set[Var]  # rows of a table, and what element-wise operations make of them
+    transformed: set[Var]  # rounded: results of Fourier transforms, perhaps moved or scaled
+    zeros: set[Var]  # arrays of zeros
+
+    @classmethod
+    def nothing(cls) -> "_Known":
+        return cls(*(set[Var]() for _ in cls._fields))
 
     def of(self, outside: Sequence[Any], inside: Sequence[Var]) -> "_Known":
         """The same of the operands of a body inside."""
         pairs = [(v, atom) for v, atom in zip(inside, outside, strict=True) if not isinstance(atom, Literal)]
-        return _Known(*({v for v, atom in pairs if atom in known} for known in self))
+        found = _Known(*({v for v, atom in pairs if atom in known} for known in self))
+        found.zeros.update(v for v, atom in zip(inside, outside, strict=True) if _is_zero(atom))
+        return found
 
 
 def _known(plan: Plan, given: _Known | None = None) -> _Known:
@@ -184,15 +201,15 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
     anything: a silu or a gelu of a rounded `x` is `x` times something. Not by an exponential, or as a divisor: the
     result may be far more exact than what was read. In float16, products of two large arrays are often out of range.
     """
-    known = _Known(set(), set(), set()) if given is None else given
-    rounded, products, looked_up = known
+    known = _Known.nothing() if given is None else given
+    rounded, products, looked_up, transformed, zeros = known
     rounded.update(v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low)
     repeated: set[Var] = set()  # few numbers, repeated: biases, statistics, constants
     masks: set[Var] = set()  # of these, zeros and ones
     for eqn, step in zip(plan.eqns, plan.steps, strict=True):
         traits = traits_of(eqn.primitive)
-        floats = [v for v in eqn.invars if float_dtype(v.aval) is not None]
-        own = [v for v in floats if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
+        numbers = [v for v in eqn.invars if _is_number(v.aval)]
+        own = [v for v in numbers if any(_is_large(v, out) for out in eqn.outvars) and v not in repeated]
         inside = _inside(eqn, step, known)
         is_low_matmul = traits.matmul and (step.mode is Mode.LOW or any(value.is_low for value in step.outs))
         in_range = len(own) < 2 or not plan.setting.formats.is_narrow
@@ -200,11 +217,20 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
             rounded.update(eqn.outvars)
         elif not own and traits.elementwise:
             repeated.update(eqn.outvars)
-        elif _is_moved(eqn, rounded) or _is_as_exact(eqn, inside, own, rounded) or _is_in_stream(eqn, own, known):
+        elif (
+            _is_moved(eqn, rounded, zeros)
+            or _is_as_exact(eqn, inside, own, rounded)
+            or _is_in_stream(eqn, own, known)
+            or _is_transformed(eqn, inside, own, known)
+        ):
             rounded.update(eqn.outvars)
         if eqn.primitive is lax.convert_element_type_p and eqn.invars[0].aval.dtype == bool:
             masks.update(eqn.outvars)
             repeated.update(eqn.outvars)
+        if eqn.primitive in _REPEATS and _is_zero(eqn.invars[0], zeros):
+            zeros.update(eqn.outvars)
+        if _is_transformed(eqn, inside, own, known):
+            transformed.update(eqn.outvars)
         if is_low_matmul or _is_as_large(eqn, inside, own, products, masks):
             products.update(eqn.outvars)
         if eqn.primitive is lax.gather_p or _is_looked_up(eqn, inside, own, looked_up):
@@ -246,27 +272,52 @@ def _is_as_large(
 def _is_looked_up(eqn: Any, inside: list[bool] | None, own: Sequence[Any], looked_up: Collection[Var]) -> bool:
     if inside is not None:
         return inside[2]
+    if eqn.primitive in _TRANSFORMS:
+        return eqn.invars[0] in looked_up
     return traits_of(eqn.primitive).elementwise and bool(own) and all(v in looked_up for v in own)
+
+
+_REPEATS = lax.broadcast_in_dim_p, lax.convert_element_type_p
+_TRANSFORMS = lax.fft_p, lax.real_p, lax.imag_p
+
+
+def _is_transformed(eqn: Any, inside: list[bool] | None, own: Sequence[Any], known: _Known) -> bool:
+    """Whether it is a Fourier transform of rounded values, or one that was moved or scaled."""
+    if inside is not None:
+        return inside[3]
+    if eqn.primitive in _TRANSFORMS:
+        return eqn.invars[0] in known.rounded
+    scaled = traits_of(eqn.primitive).product and bool(own) and all(v in known.transformed for v in own)
+    return scaled or _is_moved(eqn, known.transformed, known.zeros)
 
 
 def _is_product_of(eqn: Any, variables: Collection[Var]) -> bool:
     """Whether it is one of these variables times, or divided by, something."""
-    if not traits_of(eqn.primitive).product:
+    traits = traits_of(eqn.primitive)
+    if not (traits.product or (traits.matmul and is_complex(eqn.outvars[0].aval))):
         return False
-    factors = eqn.invars if eqn.primitive is lax.mul_p else eqn.invars[:1]
+    factors = eqn.invars[:1] if eqn.primitive is lax.div_p else eqn.invars
     return any(not isinstance(v, Literal) and v in variables for v in factors)
 
 
-def _is_moved(eqn: Any, variables: Collection[Var]) -> bool:
-    """Whether its result holds entries of these variables, and of no others."""
-    floats = [v for v in eqn.invars if float_dtype(v.aval) is not None and not isinstance(v, Literal)]
-    floats = [v for v in floats if not _is_empty(v)]
-    return traits_of(eqn.primitive).moves and bool(floats) and all(v in variables for v in floats)
+def _is_moved(eqn: Any, variables: Collection[Var], zeros: Collection[Var]) -> bool:
+    """Whether its result holds entries of these variables, perhaps zeros, and no others."""
+    numbers = [v for v in eqn.invars if _is_number(v.aval) and not isinstance(v, Literal)]
+    numbers = [v for v in numbers if not _is_empty(v) and v not in zeros]
+    return traits_of(eqn.primitive).moves and bool(numbers) and all(v in variables for v in numbers)
 
 
 def _all_known(eqn: Any, known: _Known) -> bool:
     """Whether all large operands are rounded or looked up: none is made of constants, such as a mask to be added."""
     return all(v in known.rounded or v in known.looked_up for v in eqn.invars if _is_large(v, eqn.outvars[0]))
+
+
+def _is_number(aval: Any) -> bool:
+    return float_dtype(aval) is not None or is_complex(aval)
+
+
+def _is_zero(atom: Any, zeros: Collection[Var] = ()) -> bool:
+    return np.ndim(atom.val) == 0 and atom.val == 0 if isinstance(atom, Literal) else atom in zeros
 
 
 def _is_empty(v: Var) -> bool:
@@ -275,11 +326,11 @@ def _is_empty(v: Var) -> bool:
 
 def _is_as_exact(eqn: Any, inside: list[bool] | None, own: Sequence[Any], rounded: Collection[Var]) -> bool:
     """Whether the result of an operation is about as exact as rounded ones of its large operands, next to its size."""
+    if inside is not None:
+        return inside[0]
     traits, rounded_own = traits_of(eqn.primitive), [v for v in own if v in rounded]
     if not rounded_own or traits.product:
         return False
-    if inside is not None:
-        return inside[0]
     plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
     return plain and len(rounded_own) == len(own)
 

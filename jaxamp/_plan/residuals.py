@@ -6,13 +6,12 @@ results of matmuls, random draws, results of collectives, reductions of many ent
 to be cheap. Element-wise work is computed again from these. A user's own checkpoint is never put inside of one of ours.
 """
 
-import functools
 from typing import Any, Literal
 
 import jax.extend.core as jec
-import jax.numpy as jnp
 
 from .._compat import Jaxpr, inside_hi, open_jaxpr
+from .._formats import is_complex
 from .._traits import traits_of
 
 Keep = Literal["auto", "matmuls", "all"]
@@ -87,9 +86,4 @@ def _has_complex(jaxpr: Jaxpr) -> bool:
 
 def makes_complex(eqn: Any) -> bool:
     """Whether a result is complex."""
-    return any(_is_complex(getattr(v.aval, "dtype", None)) for v in eqn.outvars)
-
-
-@functools.cache
-def _is_complex(dtype: Any) -> bool:
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.complexfloating))
+    return any(is_complex(v.aval) for v in eqn.outvars)

@@ -56,6 +56,19 @@ def test_activations_too(act):
     assert len(found(block(layer_norm, act))) == 1
 
 
+@pytest.mark.parametrize(
+    "turned",
+    [lambda w, z: z.T @ z, lambda w, z: jnp.sum(z.reshape(4, 4, 8).swapaxes(1, 2) @ w[:4], 1)],
+    ids=["whole", "axes"],
+)
+def test_transposes_in_front_of_a_matmul_too(turned):
+    """As in an MLP mixer: XLA would write the cotangent turned, in float32."""
+    fn = lambda params, x: jnp.sum(turned(params[0], layer_norm(x @ params[0], *params[1:])) ** 2)
+    assert len(found(fn)) == 1
+    for got, expected in zip(jax.jit(jax.grad(AMP(fn)))(PARAMS, X), in_float64(jax.grad(fn), PARAMS, X), strict=True):
+        assert_near(got, expected, 3e-2)
+
+
 def pinned(x, *rest):
     with jax.named_scope("norm"):
         return layer_norm(x, *rest)

@@ -272,6 +272,73 @@ def test_complex_factors():
     assert_near(jax.grad(AMP(fn))(W, X), in_float64(jax.grad(fn), W, X), 5e-2)
 
 
+# -- Fourier transforms
+
+
+def filtered(w, x):
+    """As in a Fourier neural operator: some frequencies of the input, times weights."""
+    spectrum = jnp.fft.rfft(x, axis=0)
+    weights = jnp.broadcast_to(lax.complex(w, w.T), (3, 8, 8))
+    out = jnp.zeros_like(spectrum).at[:3].set(jnp.einsum("ki,kio->ko", spectrum[:3], weights))
+    return jnp.fft.irfft(out, x.shape[0], axis=0)
+
+
+def operator(w, x, inner=filtered):
+    x = x @ w
+    for _ in range(2):
+        x = jax.nn.gelu(inner(w, x) + x @ w)
+    return jnp.sum(jnp.sin(x @ w) ** 2)
+
+
+def spread(w, x):
+    """As in a long convolution: a product of two spectra."""
+    return jnp.fft.irfft(jnp.fft.rfft(x, 32, axis=0) * jnp.fft.rfft(jnp.exp(w[:1]), 32, axis=0), axis=0)[:16]
+
+
+def mixed_by_transforms(w, x):
+    """As in an FNet."""
+    x = w[PLACES]
+    for _ in range(3):
+        x = norm(x + jnp.fft.fft2(x).real)
+        x = norm(x + jax.nn.gelu(x @ w) @ w)
+    return jnp.sum(x**3)
+
+
+TRANSFORMS = {
+    "frequencies": filtered,
+    "a long convolution": spread,
+    "the real part": lambda w, x: jnp.fft.fft(x).real,
+    "scaled": lambda w, x: jnp.fft.irfft(jnp.fft.rfft(x), norm="ortho"),
+}
+
+
+@pytest.mark.parametrize("inner", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_transform_of_rounded_values_is_no_more_exact_than_these(inner):
+    fn = functools.partial(operator, inner=inner)
+    assert low_results(fn, W, X) == ["add", "mul", "add"]  # both sums, and what the second transform reads
+    assert_near(jax.grad(AMP(fn))(W, X), in_float64(jax.grad(fn), W, X), 5e-2)
+
+
+def test_transforms_in_a_stream_that_begins_with_an_embedding():
+    assert low_results(mixed_by_transforms, W, X).count("add") >= 5  # the first transform is of the embedding
+    assert_near(jax.grad(AMP(mixed_by_transforms))(W, X), in_float64(jax.grad(mixed_by_transforms), W, X), 5e-2)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.fft.irfft(jnp.fft.rfft(x))),  # of an argument
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.fft.fft(jnp.exp(x @ w)).real),  # of something exact
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.fft.fft(x @ w).real + jnp.fft.fft(x).real),
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.fft.irfft(jnp.exp(jnp.fft.rfft(x @ w)))),
+        lambda w, x: (lambda h: jnp.exp(h @ w) + h)(jnp.abs(jnp.fft.fft(x @ w))),  # of another kind
+        lambda w, x: jnp.sin(jnp.fft.irfft(jnp.fft.rfft(x @ w))),  # read in float32 alone
+    ],
+)
+def test_other_transforms_stay_in_float32(fn):
+    assert low_results(fn, W, X) == []
+
+
 @pytest.mark.parametrize(
     "fn",
     [

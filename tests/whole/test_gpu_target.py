@@ -27,6 +27,8 @@ QUESTIONS = {
     "residual": ["residual"],
     "head": ["head"],
     "filters": ["filters"],
+    "causal": ["causal"],
+    "spectral": ["spectral"],
     "experts": ["experts"],
     "recurrent": ["recurrent"],
     "parallel": ["parallel"],
@@ -149,6 +151,16 @@ def test_dilated_and_transposed_convolutions_have_kernels_for_their_filters(answ
     kernels, largest = answers["filters"].values()
     assert kernels.count("convBackwardFilter") == 2
     assert largest == 4
+
+
+def test_the_holes_of_causal_convolutions_are_not_filled(answers):
+    """XLA would make filters of 17 entries, for the result and for the gradient of the input."""
+    assert answers["causal"] == [3, 3, 3]
+
+
+def test_activations_between_transforms_are_low(answers):
+    """Transforms read and write float32, but turned: the time is their last axis."""
+    assert answers["spectral"]["with"] <= answers["spectral"]["without"] / 2
 
 
 def test_experts_multiply_their_own_rows(answers):

@@ -1,4 +1,4 @@
-"""Gradients of filters, in the form that GPUs have kernels for. What is compiled for one: `tests/whole`."""
+"""Convolutions in the form that GPUs have kernels for. What is compiled for one: `tests/whole`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from helpers import equations
 from jax import lax
 
-from jaxamp._primitives.filter_gradients import for_gpu
+from jaxamp._primitives.convolutions import for_gpu
 
 LAYOUTS = (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW"), ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"))
 PADDINGS = {"both sides": (2, 2), "none": (0, 0), "uneven": (2, 1), "at the end": (0, 5), "trimmed": (-1, 2)}
@@ -86,3 +86,48 @@ def test_a_convolution_forward_is_left_alone():
     (eqn,) = (eqn for eqn in equations(jaxpr) if eqn.primitive is lax.conv_general_dilated_p)
     (same,) = convolutions((image, filters), eqn.params)
     assert same.params == eqn.params
+
+
+# -- dilated convolutions
+
+
+def dilated(layout, padding, dilation, *, groups=1, stride=1):
+    """The operands and parameters of a dilated convolution."""
+    rng, axes = np.random.default_rng(0), len(layout[0]) - 2
+    x = rng.normal(size=[{"N": 2, "C": 4}.get(name, 23) for name in layout[0]])
+    w = rng.normal(size=[{"I": 4 // groups, "O": 8}.get(name, 3) for name in layout[1]])
+    jaxpr = jax.make_jaxpr(
+        lambda x, w: lax.conv_general_dilated(
+            x,
+            w,
+            (stride,) * axes,
+            (padding,) * axes,
+            rhs_dilation=dilation[:axes],
+            dimension_numbers=layout,
+            feature_group_count=groups,
+        )
+    )(x, w)
+    (eqn,) = equations(jaxpr)
+    return (x, w), eqn.params
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("padding", [*PADDINGS.values(), (8, 0)], ids=[*PADDINGS, "causal"])
+@pytest.mark.parametrize(("dilation", "groups", "stride"), [((2, 3), 1, 1), ((4, 1), 2, 1), ((1, 4), 4, 2)], ids=str)
+def test_it_is_the_same_convolution(layout, padding, dilation, groups, stride):
+    operands, params = dilated(layout, padding, dilation, groups=groups, stride=stride)
+    both = jax.jit(lambda *pair: (for_gpu(*pair, params), lax.conv_general_dilated_p.bind(*pair, **params)))
+    np.testing.assert_allclose(*both(*operands), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", [(8, 0), (0, 3), (-1, -1)], ids=str)
+def test_uneven_padding_of_a_dilated_one_comes_before_it(padding):
+    (eqn,) = convolutions(*dilated(LAYOUTS[2], padding, (2, 3)))
+    assert eqn.params["padding"] == ((0, 0), (0, 0))
+    assert eqn.params["rhs_dilation"] == (2, 3)
+
+
+@pytest.mark.parametrize(("padding", "dilation"), [((4, 4), (2, 2)), ((0, 0), (2, 2)), ((8, 0), (1, 1))], ids=str)
+def test_even_padding_and_whole_filters_stay(padding, dilation):
+    (eqn,) = convolutions(*dilated(LAYOUTS[2], padding, dilation))
+    assert eqn.params["padding"] == (padding, padding)

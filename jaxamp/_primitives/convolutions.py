@@ -1,23 +1,40 @@
-"""Gradients of filters in a form that GPUs have kernels for.
+"""Convolutions in a form that GPUs have kernels for.
 
 The gradient of a filter is a convolution of the input with the cotangent, whose "filter" is as large as an image. XLA
 finds cuDNN's kernel for it only where it has strides of 1 and its input has no holes. That of a dilated convolution has
 strides, and that of a transposed convolution has holes. XLA takes them for ordinary convolutions with filters of
 thousands of entries: 11 of them are 78 of the 87 ms that an autoencoder over audio takes on an H200 (jax 0.11).
+
+A dilated convolution is one of cuDNN's too, but not with uneven padding, as causal ones have. XLA pads their input, and
+fills the holes of their filters with zeros: with 2 entries, 128 apart, it multiplies by 129. On an H200 that takes 2.7
+in place of .11 ms (16 x 8192 steps, 128 to 256 channels), and a filter of 3 x 3, dilated by 12, 22 in place of .39 ms.
 """
 
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 
+def is_dilated_unevenly(params: dict[str, Any]) -> bool:
+    """Whether the filter has holes, and the padding is not the same on both sides."""
+    if params["batch_group_count"] != 1 or any(dilation != 1 for dilation in params["lhs_dilation"]):
+        return False
+    if not all(isinstance(size, int | np.integer) for pair in params["padding"] for size in pair):  # not known yet
+        return False
+    is_uneven = any(low != high or low < 0 for low, high in params["padding"])
+    return is_uneven and any(dilation != 1 for dilation in params["rhs_dilation"])
+
+
 def for_gpu(x: Any, w: Any, params: dict[str, Any]) -> Any:
-    """The convolution, in another form if it is the gradient of a dilated or transposed one's filter."""
+    """The convolution, in another form if it is the gradient of a filter, or dilated, and XLA would take a detour."""
     if _is_gradient(x, w, params):
         if any(stride != 1 for stride in params["window_strides"]):
             return _without_strides(x, w, params)
         if any(dilation != 1 for dilation in params["lhs_dilation"]):
             return _without_holes(x, w, params)
+    elif is_dilated_unevenly(params):
+        return _padded_before(x, w, params)
     return lax.conv_general_dilated_p.bind(x, w, **params)
 
 
@@ -67,6 +84,14 @@ def _without_strides(x: Any, w: Any, params: dict[str, Any]) -> Any:
         strides[i], padding[i] = 1, (0, 0)
     params = {**params, "window_strides": tuple(strides), "padding": tuple(padding)}
     return lax.conv_general_dilated_p.bind(x, w, **params)
+
+
+def _padded_before(x: Any, w: Any, params: dict[str, Any]) -> Any:
+    """With the input padded, and written to memory: XLA would take the padding into the convolution again."""
+    for axis, (low, high) in zip(params["dimension_numbers"].lhs_spec[2:], params["padding"], strict=True):
+        x = _padded(x, axis, low, high)
+    params = {**params, "padding": ((0, 0),) * len(params["padding"])}
+    return lax.conv_general_dilated_p.bind(lax.optimization_barrier(x), w, **params)
 
 
 def _padded(x: Any, axis: int, low: int, high: int) -> Any:
