@@ -27,18 +27,19 @@ def lstm(layers: int = 2, width: int = 1024, steps: int = 256, batch: int = 64) 
 
 
 def state_space(batch: int = 8, steps: int = 1024, width: int = 512, states: int = 16) -> Net:
-    """One selective state space layer as in Mamba, by `associative_scan`."""
+    """One selective state space layer as in Mamba, by `associative_scan`. Time steps begin between .001 and .1."""
     draw = Draw()
     shapes = {"in": 2 * width, "rate": width, "write": states, "read": states, "out": width}
     params = {name: draw.weight(width, columns) for name, columns in shapes.items()}
     params["decay"] = jnp.log(jnp.arange(1, states + 1.0)) * jnp.ones((width, 1))
+    params["step"] = jnp.log(jnp.expm1(jnp.logspace(-3, -1, width)))
 
     def combine(earlier: Any, later: Any) -> Any:
         return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
     def loss(p: Any, x: Any, y: Any) -> Any:
         u, gate = jnp.split(x @ p["in"], 2, axis=-1)
-        rate = jax.nn.softplus(u @ p["rate"])[..., None]
+        rate = jax.nn.softplus(u @ p["rate"] + p["step"])[..., None]
         keep = jnp.exp(-rate * jnp.exp(p["decay"]))
         write = rate * (u @ p["write"])[..., None, :] * u[..., None]
         held = lax.associative_scan(combine, (keep, write), axis=1)[1]

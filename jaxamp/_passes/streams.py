@@ -16,6 +16,7 @@ that its result has their error, although it is computed in float32.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
+But the cotangents of decays are rounded, since errors in these only add up.
 """
 
 import functools
@@ -49,24 +50,30 @@ def hold_streams_low(plan: Plan) -> Plan:
         return plan
     magnified = _magnified(plan)
     wide_for_all = {i for i in mixed if i in of_matmuls or _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
-    held = Memo()  # equations of a kind share a step
+    steps = Memo()  # equations of a kind share a step
     changed = {
-        i: held.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
+        i: steps.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
         for i in mixed
         if plan.eqns[i].outvars[0] in known.rounded
         and plan.eqns[i].outvars[0] not in magnified
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
     written = {i for i in changed if i in wide_for_all or _goes_on(plan, i, readers[plan.eqns[i].outvars[0]])}
+    decays = _decays(plan, wide, {plan.eqns[i].outvars[0].aval.shape for i in wide_for_all & changed.keys()})
     plan = plan.with_steps(changed)
-    return plan._replace(parts=map_steps(plan.parts, lambda i: Written((i,), i) if i in written else i))
+
+    def held(i: int) -> Part:
+        return Written((i,), i, of_value=i in written) if i in written or i in decays else i
+
+    return plan._replace(parts=map_steps(plan.parts, held))
 
 
 class Written(NamedTuple):
-    """An operation whose result, and the cotangent of that, are written to memory once, rounded."""
+    """An operation the cotangent of whose result, and perhaps the result, is written to memory once, rounded."""
 
     parts: tuple[Part, ...]
     last: int
+    of_value: bool = True
 
     def with_parts(self, parts: tuple[Part, ...]) -> "Written":
         return self._replace(parts=parts)
@@ -76,7 +83,8 @@ class Written(NamedTuple):
         ((var, value),) = plan.values_of(self.last)
         low = plan.setting.formats.compute_dtype
         with runner.at(plan, self.last):
-            env.write(var, materialize_cotangent(materialize(env.read(var), low), low, row_major=False), value)
+            x = materialize(env.read(var), low) if self.of_value else env.read(var)
+            env.write(var, materialize_cotangent(x, low, row_major=False), value)
 
 
 def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
@@ -164,6 +172,17 @@ _LEAST = 0.5  # a factor that leaves a product about as large as it was
 def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether a sum and all that reads it are float32 for their own sake, as where each step of a recurrence decays."""
     return plan.steps[i].mode is Mode.AS_WRITTEN and not any(map(_is_low, readers))
+
+
+def _decays(plan: Plan, wide: Sequence[int], shapes: Collection[Any]) -> set[int]:
+    """Products of two parts of one value, such as those of neighbours in time, that have one of these shapes."""
+    products = [i for i in wide if plan.eqns[i].primitive is lax.mul_p and plan.eqns[i].outvars[0].aval.shape in shapes]
+    parts = {}  # of which variable
+    for eqn in plan.eqns if products else []:
+        if eqn.primitive is lax.slice_p:
+            parts[eqn.outvars[0]] = eqn.invars[0]
+    of = lambda i: [None if isinstance(v, Literal) else parts.get(v) for v in plan.eqns[i].invars]
+    return {i for i in products if None not in of(i) and len(set(of(i))) == 1}
 
 
 def _is_large(atom: Any, out: Var) -> bool:

@@ -136,7 +136,15 @@ def test_a_recurrence_keeps_its_values_low_and_its_decays_in_float32():
     assert sum(summed) > 5
     decays = [step.outs[0].is_low for eqn, step in levels if eqn.primitive is lax.exp_p]
     assert decays == [False]
-    assert all(isinstance(part, int) or plan.eqns[part.last].primitive is lax.add_p for part in plan.parts)
+    written = [part for part in plan.parts if not isinstance(part, int)]
+    assert {plan.eqns[part.last].primitive for part in written if part.of_value} == {lax.add_p}
+    assert [plan.eqns[part.last].primitive for part in written if not part.of_value] == [lax.mul_p] * 6  # of decays
+
+
+def test_cotangents_of_other_products_are_not_rounded():
+    halves = lambda w, x: jnp.sum(jnp.exp(x @ w)[:, :4] * jnp.exp(x @ w)[:, 4:]) + recurrence(w, SEQUENCE)
+    plan = hold_streams_low(plan_of(halves, W, X))
+    assert sum(not isinstance(part, int) and not part.of_value for part in plan.parts) == 6
 
 
 def _joins(eqn):
