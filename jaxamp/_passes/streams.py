@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr
-from .._formats import Format, float_dtype, is_complex
+from .._formats import Format, float_dtype, is_complex, is_integer
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step, map_steps
@@ -336,7 +336,9 @@ def _is_number(aval: Any) -> bool:
 
 
 def _is_zero(atom: Any, zeros: Collection[Var] = ()) -> bool:
-    return np.ndim(atom.val) == 0 and atom.val == 0 if isinstance(atom, Literal) else atom in zeros
+    if not isinstance(atom, Literal):
+        return atom in zeros
+    return (_is_number(atom.aval) or is_integer(atom.aval)) and np.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
 def _is_empty(v: Var) -> bool:

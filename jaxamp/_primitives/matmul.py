@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import EARLY_INLINE, Primitive, is_whole
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
-from .convolutions import for_gpu, is_dilated_unevenly
+from .convolutions import for_gpu, is_dilated
 from .ragged import by_blocks, suits
 
 _CACHED_TRANSPOSES = 1024
@@ -66,12 +66,12 @@ def mixed(
     """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
     Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them; and all
-    ragged matmuls, and dilated convolutions with uneven padding, because GPUs do.
+    ragged matmuls and dilated convolutions, because GPUs do.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
     dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
-    has_own_form = base.name == _RAGGED or (base is lax.conv_general_dilated_p and is_dilated_unevenly(params))
+    has_own_form = base.name == _RAGGED or (base is lax.conv_general_dilated_p and is_dilated(params))
     if all(dtype == compute_dtype for dtype in dtypes) and not has_own_form:
         return bind_primitive(base, *operands, **params)
     if base not in _MIXED:

@@ -153,9 +153,10 @@ def test_dilated_and_transposed_convolutions_have_kernels_for_their_filters(answ
     assert largest == 4
 
 
-def test_the_holes_of_causal_convolutions_are_not_filled(answers):
-    """XLA would make filters of 17 entries, for the result and for the gradient of the input."""
-    assert answers["causal"] == [3, 3, 3]
+def test_causal_convolutions_keep_their_holes_and_nothing_is_added_to_them(answers):
+    """XLA would make filters of 17 entries, and let cuDNN add the skip connections, for which it is slow."""
+    assert set(answers["causal"]["kernels"]) == {"convForward", "convBackwardFilter"}
+    assert answers["causal"]["sizes"] == [3] * 6
 
 
 def test_activations_between_transforms_are_low(answers):
