@@ -292,7 +292,7 @@ def _is_looked_up(eqn: Any, inside: list[bool] | None, own: Sequence[Any], looke
     if inside is not None:
         return inside[2]
     if eqn.primitive in _TRANSFORMS:
-        return eqn.invars[0] in looked_up
+        return not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in looked_up
     return traits_of(eqn.primitive).elementwise and bool(own) and all(v in looked_up for v in own)
 
 
@@ -305,7 +305,7 @@ def _is_transformed(eqn: Any, inside: list[bool] | None, own: Sequence[Any], kno
     if inside is not None:
         return inside[3]
     if eqn.primitive in _TRANSFORMS:
-        return eqn.invars[0] in known.rounded
+        return not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in known.rounded
     scaled = traits_of(eqn.primitive).product and bool(own) and all(v in known.transformed for v in own)
     return scaled or _is_moved(eqn, known.transformed, known.zeros)
 

@@ -26,7 +26,8 @@ from jax.interpreters import ad, batching, mlir, xla
 from .._compat import EARLY_INLINE, Primitive, is_whole
 from .._jaxpr import bind, bind_primitive, evaluate
 from .._traits import declare, traits_of
-from .convolutions import for_gpu, is_dilated
+from .barriers import materialize
+from .convolutions import alone, for_gpu, is_dilated
 from .ragged import by_blocks, suits
 
 _CACHED_TRANSPOSES = 1024
@@ -66,14 +67,16 @@ def mixed(
     """Bind the mixed form of `base`; operands are in the compute dtype or in float32.
 
     Low operands with a float32 result are a mixed matmul too, because the CPU needs another lowering for them; and all
-    ragged matmuls and dilated convolutions, because GPUs do.
+    ragged matmuls, because GPUs do. For dilated convolutions of low operands GPUs need barriers around.
     """
     if params["preferred_element_type"] is None:
         params = {**params, "preferred_element_type": compute_dtype}
     dtypes = [*(x.dtype for x in operands[:2]), params["preferred_element_type"]]
-    has_own_form = base.name == _RAGGED or (base is lax.conv_general_dilated_p and is_dilated(params))
-    if all(dtype == compute_dtype for dtype in dtypes) and not has_own_form:
-        return bind_primitive(base, *operands, **params)
+    if all(dtype == compute_dtype for dtype in dtypes) and base.name != _RAGGED:
+        plain, (x, w, *_) = functools.partial(bind_primitive, base), operands
+        if base is lax.conv_general_dilated_p and is_dilated(x, w, params):
+            return alone(x, w, params, plain, lambda x: materialize(x, compute_dtype))
+        return plain(*operands, **params)
     if base not in _MIXED:
         _MIXED[base] = _define(base)
     return bind_primitive(_MIXED[base], *operands, compute_dtype=compute_dtype, mixing=mixing, **params)

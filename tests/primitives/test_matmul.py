@@ -162,6 +162,21 @@ def test_a_policy_of_checkpoint_that_saves_matmuls_saves_these():
         assert saved == plain
 
 
+def test_such_a_policy_saves_dilated_convolutions_too():
+    numbers = "NWC", "WIO", "NWC"
+
+    def loss(w, x):
+        for _ in range(2):
+            x = jnp.sin(lax.conv_general_dilated(x, w, (1,), ((4, 0),), rhs_dilation=(2,), dimension_numbers=numbers))
+        return jnp.sum(x)
+
+    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, keep="all")
+    saving = jax.checkpoint(amp, policy=jax.checkpoint_policies.dots_saveable)
+    args = normal(2, 3, 4, 4), normal(3, 2, 16, 4)
+    plain, saved = (len(matmul_dtypes(jax.make_jaxpr(jax.grad(f))(*args))) for f in (amp, saving))
+    assert saved == plain
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_gradients_are_those_of_one_device(axis_type):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
