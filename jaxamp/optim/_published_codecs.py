@@ -3,7 +3,9 @@
 The law, with `s` the largest entry of its group, for both scale formats within their range:
 
     |decode(encode(m)) - m| <= s / 100             momentum, s = max |m|
-    |sqrt(decode(encode(v))) - sqrt(v)| <= s / 250   variance, s = max sqrt(v)
+    |sqrt(decode(encode(v))) - sqrt(v)| <= s / 170   variance, s = max sqrt(v)
+
+Of the latter, a 510th is half a code, and a 256th a unit of the scale, which is not always rounded to nearest.
 
 Momentum is companded by a softsign, `127 * 2n / (1 + |n|)` with `n = m / s`, so that small entries keep more digits
 than large ones. For the variance, the square root is stored: `255 * sqrt(v) / s`. Entries of it below `s / 510` would

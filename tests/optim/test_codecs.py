@@ -99,10 +99,10 @@ def test_published_momentum_is_within_a_hundredth_of_the_largest(x, scales, coun
 
 @quickly
 @given(arrays(-20, 12, signed=False), st.booleans(), st.integers(0, 1000))
-def test_the_root_of_a_published_variance_is_within_a_250th_of_the_largest(x, floor, count):
+def test_the_root_of_a_published_variance_is_within_a_170th_of_the_largest(x, floor, count):
     codes, again = written(PublishedVariance(floor), WIDE, x, count)
     again = np.sqrt(again)
-    assert np.abs(again - np.sqrt(x)).max() <= np.sqrt(x.max()) / 250 + 2.0**-63
+    assert np.abs(again - np.sqrt(x)).max() <= np.sqrt(x.max()) / 170 + 2.0**-63
     assert not again[x == 0].any()
     if floor:
         assert codes[x > 0].all()

@@ -181,7 +181,10 @@ def test_update_if_finite_leaves_all_of_it():
     step = jax.jit(lambda p, s, g: jaxamp.update_if_finite(p, ADAMW, s, g, jaxamp.all_finite(g)))
     assert_same_bits(step(params, state, grads), (params, state))
     good = gradients(params, 2)
-    assert_same_bits(step(params, state, good), compiled(ADAMW)[1](params, state, good))
+    # Two programs: XLA may round a product otherwise in one of them, and a code is then the next one.
+    after = step(params, state, good), compiled(ADAMW)[1](params, state, good)
+    for x, y in zip(*map(jax.tree.leaves, after), strict=True):
+        np.testing.assert_allclose(np.float64(x), np.float64(y), rtol=2.0**-7, atol=1 if x.dtype.kind in "iu" else 0)
 
 
 def test_updates_take_scale_and_ok():
