@@ -12,8 +12,8 @@ from .alignment import align_matmuls
 from .carries import carry_low
 from .centered import square_centered
 from .channel_sums import sum_channels_once
-from .choices import choose_low
 from .cotangents import share_cotangents
+from .early_rounding import round_early
 from .hoist_quantized import hoist_quantized
 from .labels import pick_labels
 from .layouts import order_results
@@ -40,7 +40,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     align_matmuls,
     low_softmaxes,
     hold_streams_low,
-    choose_low,
+    round_early,
     pool_by_places,
     pick_labels,
     sum_lookups,  # after `pick_labels`: no entry of these is read twice

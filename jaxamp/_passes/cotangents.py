@@ -38,15 +38,16 @@ def share_cotangents(plan: Plan) -> Plan:
     }
     if not found:
         return plan
-    others, readers = _no_biases(plan), plan.readers()
+    scaled, readers = _scaled(plan), plan.readers()
+    others = _no_biases(plan, scaled)
 
     def shared(i: int) -> Part:
-        return SharedCotangent((i,), others, _is_chosen(plan, i, readers)) if i in found else i
+        return SharedCotangent((i,), others, scaled, _is_chosen(plan, i, readers)) if i in found else i
 
     return plan._replace(parts=map_steps(plan.parts, shared))
 
 
-def _no_biases(plan: Plan) -> frozenset[Var]:
+def _no_biases(plan: Plan, scaled: Set[Var]) -> frozenset[Var]:
     """Results that have no cotangent in common with a bias or a table of parameters.
 
     Those of convolutions, reshaped or not; few numbers that were repeated by hand; and what is made of activations,
@@ -59,11 +60,22 @@ def _no_biases(plan: Plan) -> frozenset[Var]:
                 (atom, *_) = eqn.invars
                 is_one = size_of(var.aval) > size_of(atom.aval) or _is_any(found, [atom])
             else:
-                of_activations = value.sensitivity is not FREE and not value.is_low
+                of_activations = value.sensitivity is not FREE and var not in scaled
                 moved = traits_of(eqn.primitive).keeps_all_entries and _is_any(found, eqn.invars)
                 is_one = of_activations or moved or eqn.primitive is lax.conv_general_dilated_p
             if is_one:
                 found.add(var)
+    return frozenset(found)
+
+
+def _scaled(plan: Plan) -> frozenset[Var]:
+    """Low results that were scaled by a number or moved, perhaps in float32, as scores of attention are."""
+    found: set[Var] = set()
+    for i, eqn in enumerate(plan.eqns):
+        traits, large = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
+        keeps = (traits.product and eqn.primitive is not lax.rem_p) or traits.keeps_all_entries or traits.passes_on
+        is_scaled = keeps and len(large) == 1 and large == [*eqn.invars[:1]] and _is_any(found, large)
+        found.update(var for var, value in plan.values_of(i) if value.is_low or is_scaled)
     return frozenset(found)
 
 
@@ -118,6 +130,7 @@ class SharedCotangent(NamedTuple):
 
     parts: tuple[Part, ...]
     others: frozenset[Var]  # see `_no_biases`
+    scaled: frozenset[Var]  # see `_scaled`
     is_chosen: bool  # whether the cotangent comes from activations by comparison
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
@@ -136,7 +149,7 @@ class SharedCotangent(NamedTuple):
             outs = runner.operate(plan, i, operands)
             if traits_of(eqn.primitive).sum and not self.is_chosen and not _is_any(self.others, eqn.invars):
                 free = plan.setting.keep != "all" and not step.is_pinned
-                outs = _with_one_cotangent(env, eqn, step.reads, outs, low, free)
+                outs = _with_one_cotangent(env, eqn, step.reads, outs, low, self.scaled if free else frozenset())
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):
                 env.write(var, cast(x, value.dtype), value)
 
@@ -164,19 +177,21 @@ def _with_one_cotangent(
     reads: Sequence[Format | None],
     outs: Sequence[Any],
     low: Format,
-    free: bool,
+    scaled: Set[Var],
 ) -> Sequence[Any]:
     """The results of a sum. If one operand is repeated and the other is low, both get the same rounded cotangent.
 
-    `free`: the sum itself may be in float32, because it is computed again from low operands.
+    `scaled`: operands with which the sum may be in float32, because it is computed again from low values.
     """
     shape = eqn.outvars[0].aval.shape
     for atom, other, format_ in zip(eqn.invars, eqn.invars[::-1], reads, strict=True):
-        mine, others = (None if isinstance(v, Literal) else env.format_of(v) for v in (atom, other))
-        if mine is None or others is None:
+        if isinstance(atom, Literal) or isinstance(other, Literal):
+            continue
+        mine = env.format_of(atom)
+        if mine is None or env.format_of(other) is None:
             continue
         repeated = mine.dtype == np.float32 and atom.aval.shape != shape
-        if repeated and ((format_ is not None and format_.low) or (free and others.low)):
+        if repeated and ((format_ is not None and format_.low) or _is_any(scaled, [other])):
             row_major = _first_kept_axis(atom.aval.shape, shape) is not None
             readers = (env.read(atom), env.read(other))
             return [materialize_cotangent(out, low.dtype, row_major, readers) for out in outs]

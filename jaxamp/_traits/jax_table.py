@@ -19,6 +19,9 @@ _MOVES = """
 _COMMUNICATES = """
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute reshard sharding_constraint
 """
+_REARRANGES = """
+    concatenate copy dynamic_slice gather name reshape rev select_n slice split squeeze stack transpose unstack
+"""
 _COMPARES = "and eq ge gt is_finite le lt ne not or xor"
 
 _TABLE: dict[str, str] = {
@@ -36,9 +39,9 @@ _TABLE: dict[str, str] = {
     """,
     "moves": _MOVES,
     "relays": f"""
-        {_COMMUNICATES} broadcast_in_dim concatenate copy dynamic_slice gather layout_constraint name
-        optimization_barrier pvary reshape rev select_n slice split squeeze stack tile transpose unstack
+        {_COMMUNICATES} {_REARRANGES} broadcast_in_dim layout_constraint optimization_barrier pvary tile
     """,
+    "rearranges": f"{_REARRANGES} pad",
     "communicates": _COMMUNICATES,
     "sums_devices": "psum psum_invariant reduce_scatter",
     "keeps_all_entries": "copy reshape squeeze transpose",

@@ -18,6 +18,7 @@ class Traits:
     fixed_dtype: bool = False  # the dtype is part of its meaning: no rule of ours recasts it
     moves: bool = False  # the result holds entries of the operands, their signs or their indices; nothing is rounded
     relays: bool = False  # the results are entries of the float operands, as they are: rounding may come first
+    rearranges: bool = False  # likewise, on one device, and no entry is in many places, unless it is looked up there
     communicates: bool = False  # it sends entries of one operand from device to device
     sums_devices: bool = False  # it sums what several devices have
     keeps_all_entries: bool = False  # each entry of the operand is in the result, once
