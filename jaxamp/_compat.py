@@ -31,7 +31,9 @@ EARLY_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 # The parameter of `lax.composite` that holds its decomposition.
 COMPOSITE_BODY = "call_jaxpr" if jax.__version_info__ >= (0, 11, 2) else "jaxpr"
 
-_IMAGE = sys.modules[jax.image.resize.__module__].__file__  # where `jax.image` is written
+# Where `jax.image` and `jax.nn` are written.
+_IMAGE = sys.modules[jax.image.resize.__module__].__file__
+_NN = sys.modules[jax.nn.relu.__module__].__file__
 
 # The class of a user's `jax.named_scope` in a name stack; `jvp(...)` and the like are of another class. Not exported.
 _Scope = type(source_info_util.new_name_stack("scope").stack[0])
@@ -164,6 +166,11 @@ def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
 def is_of_jax_image(jaxpr: Jaxpr) -> bool:
     """Whether it is the body of a function of `jax.image`."""
     return bool(open_jaxpr(jaxpr).debug_info.func_filename == _IMAGE)
+
+
+def is_of_jax_nn(jaxpr: Jaxpr) -> bool:
+    """Whether it is the body of a function of `jax.nn`."""
+    return bool(open_jaxpr(jaxpr).debug_info.func_filename == _NN)
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Any], outs: Sequence[Any] | None = None) -> Jaxpr:

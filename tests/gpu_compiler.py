@@ -380,6 +380,49 @@ def main():
             found[name] = sum("[16,32,32,64]" in one for one in read)
         return found
 
+    def activations():
+        """How many arrays as large as a layer's result kernels write for the gradient of an MLP of four layers."""
+
+        def loss(layers, x, fun):
+            for w, b in layers:
+                x = fun(x @ w + b)
+            return jnp.mean((x @ layers[0][0]) ** 2)
+
+        layers = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (512,)))] * 4
+        found = {}
+        for fun in (jax.nn.relu, jnp.tanh):
+            for name, disabled in (("with", []), ("without", ["keep_activations"])):
+                amp = jaxamp.amp(
+                    lambda p, x, fun=fun: loss(p, x, fun), compute_dtype=jnp.bfloat16, disable_passes=disabled
+                )
+                x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+                entry = compiled(jax.grad(amp), layers, x, donate=()).as_text().split("\nENTRY")[1]
+                written = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", entry)
+                found[f"{fun.__name__} {name}"] = sum(kernel.count("[4096,512]") for kernel in written)
+        return found
+
+    def moved():
+        """MiB that kernels write in float32 for the gradient of messages along edges with features and distances."""
+
+        def loss(w, v, rows, points, places):
+            other = places[::-1]
+            distance = jnp.sum((points[places] - points[other]) ** 2, -1, keepdims=True)
+            for _ in range(3):
+                moved = jax.nn.silu(jnp.concatenate([rows[places], rows[other], distance], -1) @ w)
+                moved = jax.nn.silu(moved @ v)
+                rows = rows + jax.ops.segment_sum(moved, places, len(rows)) @ v
+            return jnp.mean(rows**2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((257, 128), (128, 128), (2048, 128), (2048, 3))]
+        places, found = jax.ShapeDtypeStruct((32768,), jnp.int32), {}
+        for name, disabled in (("with", []), ("without", ["round_early"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            entry = compiled(jax.grad(amp), *shapes, places, donate=()).as_text().split("\nENTRY")[1]
+            written = " ".join(re.findall(r"%\S+ = (.*?) fusion\(", entry))
+            sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
+            found[name] = 4 * sum(sizes) / 2**20
+        return found
+
     def negated():
         """Whether kernels that add at given places negate what they add: XLA has no instruction for that."""
 
@@ -532,6 +575,8 @@ def main():
         "laplacian": laplacian,
         "residual": residual,
         "batch norm": batch_norm,
+        "activations": activations,
+        "moved": moved,
         "negated": negated,
         "head": head,
         "filters": filters,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from .._compat import Jaxpr
 from .._plan.plan import Plan, Setting
+from .activations import keep_activations
 from .alignment import align_matmuls
 from .carries import carry_low
 from .centered import square_centered
@@ -41,6 +42,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     low_softmaxes,
     hold_streams_low,
     round_early,
+    keep_activations,
     pool_by_places,
     pick_labels,
     sum_lookups,  # after `pick_labels`: no entry of these is read twice

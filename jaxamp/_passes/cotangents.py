@@ -5,7 +5,8 @@ is the cotangent of an operation that runs low. Both read one array, rounded onc
 an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32.
 
 The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these. So
-are those that come from a relu or the like: XLA writes them, rounded, in the kernel that sums them for the bias.
+are those that come from a relu, or an activation whose result is kept: XLA writes them, rounded, in the kernel that
+sums them for the bias.
 """
 
 from collections.abc import Sequence, Set
@@ -23,6 +24,7 @@ from .._plan.sensitivity import FREE
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
+from .activations import Activation
 
 
 def share_cotangents(plan: Plan) -> Plan:
@@ -40,9 +42,10 @@ def share_cotangents(plan: Plan) -> Plan:
         return plan
     scaled, readers = _scaled(plan), plan.readers()
     others = _no_biases(plan, scaled)
+    kept = frozenset(part.last for part in plan.parts if isinstance(part, Activation))
 
     def shared(i: int) -> Part:
-        return SharedCotangent((i,), others, scaled, _is_chosen(plan, i, readers)) if i in found else i
+        return SharedCotangent((i,), others, scaled, _is_chosen(plan, i, readers, kept)) if i in found else i
 
     return plan._replace(parts=map_steps(plan.parts, shared))
 
@@ -92,15 +95,18 @@ def _is_repeated(eqn: Any) -> Any:
 _CHOICES = lax.max_p, lax.min_p, lax.clamp_p, lax.select_n_p
 
 
-def _is_chosen(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> bool:
-    """Whether all that is made of a result goes through an activation by comparison, after cheap work or none."""
+def _is_chosen(plan: Plan, i: int, readers: dict[Var, list[Reader]], kept: Set[int]) -> bool:
+    """Whether all that is made of a result goes through an activation, after cheap work or none.
+
+    One by comparison, or one of the steps `kept`, whose derivative is cheap as well.
+    """
     waiting, seen, chosen = [*plan.eqns[i].outvars], {i}, False
     while waiting:
         for reader in readers.get(waiting.pop(), []):
             if reader.place == len(plan.eqns):
                 return False
             eqn = plan.eqns[reader.place]
-            if _chooses(eqn):
+            if reader.place in kept or _chooses(eqn):
                 chosen = True
             elif not traits_of(eqn.primitive).compares:
                 if not _is_cheap(eqn):
@@ -131,7 +137,7 @@ class SharedCotangent(NamedTuple):
     parts: tuple[Part, ...]
     others: frozenset[Var]  # see `_no_biases`
     scaled: frozenset[Var]  # see `_scaled`
-    is_chosen: bool  # whether the cotangent comes from activations by comparison
+    is_chosen: bool  # whether the cotangent comes from activations with cheap derivatives
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
         return self._replace(parts=parts)

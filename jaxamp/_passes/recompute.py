@@ -191,7 +191,11 @@ class _Cutter:
         for a, b in itertools.pairwise(matmuls):
             place = min(range(a, b), key=alive.__getitem__)
             # A cast belongs to the matmul before it, and an activation to a sum: only its result is read twice.
+            # So does an activation whose result is kept: the backward pass does not read the matmul's.
             may_follow = _passes_on if place == a else is_cheap_or_activation
+            kept = next((i for i in range(a + 1, b) if _keeps_activation(eqns[i])), None)
+            if place == a and kept is not None and alive[kept] == alive[a]:
+                place = kept
             while alive[place + 1] == alive[place] and may_follow(eqns[place + 1]):
                 place += 1
             places.append(place)
@@ -203,6 +207,11 @@ class _Cutter:
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends
+
+
+def _keeps_activation(eqn: Any) -> bool:
+    traits = traits_of(eqn.primitive)
+    return traits.nonlinear and traits.kept is not None and traits.derivative_of_result
 
 
 def _passes_on(eqn: Any) -> bool:

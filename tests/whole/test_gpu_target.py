@@ -34,6 +34,8 @@ QUESTIONS = {
     "parallel": ["parallel"],
     "sharded": ["sharded"],
     "looked up": ["looked up"],
+    "activations": ["activations"],
+    "moved": ["moved"],
     "negated": ["negated"],
     "batch norm": ["batch norm"],
     "solve": ["solve"],
@@ -191,6 +193,17 @@ def test_what_is_looked_up_on_other_devices_is_sent_low_and_its_gradient_summed_
         ["all-reduce", "float32", 2**18],
         ["reduce-scatter", "float32", 4 * 2**20],
     ]
+
+
+def test_results_of_activations_are_written_once(answers):
+    """One array less for each of four layers: the backward pass does not make them again."""
+    for fun in ("relu", "tanh"):
+        assert answers["activations"][f"{fun} with"] == answers["activations"][f"{fun} without"] - 4
+
+
+def test_features_that_are_looked_up_are_not_written_in_float32(answers):
+    """Of 16 MiB, for each of both ends in three layers."""
+    assert answers["moved"]["with"] <= answers["moved"]["without"] - 3 * 2 * 16
 
 
 def test_what_is_added_in_memory_is_not_negated_on_the_way(answers):
