@@ -380,6 +380,30 @@ def main():
             found[name] = sum("[16,32,32,64]" in one for one in read)
         return found
 
+    def group_norm():
+        """How many float32 arrays as large as the image kernels write, for the gradient of a GroupNorm and silu."""
+        lax = jax.lax
+
+        def norm(x, scale, offset):
+            groups = x.reshape(16, 32, 32, 8, 8)
+            mean, square = (jnp.mean(a, (1, 2, 4), keepdims=True) for a in (groups, groups**2))
+            groups = (groups - mean) * lax.rsqrt(square - mean**2 + 1e-5)
+            return groups.reshape(x.shape) * scale + offset
+
+        def loss(w, scale, offset, x):
+            conv = lambda x: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.mean(conv(jax.nn.silu(norm(conv(x), scale, offset))) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 3, 64, 64), (64,), (64,), (16, 32, 32, 64))]
+        found = {}
+        for name, disabled in (("with", []), ("without", ["sum_channels_once"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            entry = compiled(jax.grad(amp, (0, 1, 2)), *shapes, donate=()).as_text().split("\nENTRY")[1]
+            written = " ".join(re.findall(r"%\S+ = (.*?) fusion\(", entry))
+            sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written)]
+            found[name] = sizes.count(16 * 32 * 32 * 64)
+        return found
+
     def activations():
         """How many arrays as large as a layer's result kernels write for the gradient of an MLP of four layers."""
 
@@ -575,6 +599,7 @@ def main():
         "laplacian": laplacian,
         "residual": residual,
         "batch norm": batch_norm,
+        "group norm": group_norm,
         "activations": activations,
         "moved": moved,
         "negated": negated,

@@ -4,9 +4,13 @@
 
 `m`, `a` and `b` are repeated along some axes. JAX sums the cotangent along these once for each of them, and so reads it
 again and again. Two sums are enough, of the cotangent and of its product with `x - m`: all gradients are made of them.
+
+XLA makes one kernel of both, unless there are so few sums that a GPU has processors left: it writes the product in
+float32 then, and sums it in a kernel of its own. Of a GroupNorm over few images, the sums are made in two steps.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ from jax.interpreters import ad, mlir, xla
 
 from .._compat import Primitive, jet_of
 from .._traits import Traits, declare
+from .barriers import materialize
 from .batches import map_in_front
 
 AFFINE = Primitive("affine")
@@ -86,10 +91,27 @@ def _transpose_of_value(ct: Any, *operands: Any) -> list[Any]:
     return [make() if ad.is_undefined_primal(v) else None for make, v in zip(gradients, operands, strict=True)]
 
 
+_PROCESSORS = 128  # of a large GPU
+_COLUMNS = 64  # that one of them sums, or half as many if there are fewer than twice as many
+
+
 def _total(ct: Any, shape: Sequence[Any]) -> Any:
     """The sums along the axes along which an array of this shape is repeated."""
     axes = [i for i, (whole, own) in enumerate(zip(ct.shape, shape, strict=True)) if whole != own]
+    if len(axes) > 1 and _is_too_narrow(shape):
+        *axes, last = axes
+        ct = materialize(lax.reduce_sum(ct, [last]), ct.dtype)
     return lax.reduce_sum(ct, axes).reshape(shape)
+
+
+def _is_too_narrow(shape: Sequence[Any]) -> bool:
+    """Whether sums of this shape, of images and their channels, are too few for all processors."""
+    kept = [size for size in shape if size != 1]
+    if len(kept) != 2 or not all(isinstance(size, int) for size in kept):
+        return False
+    images, channels = kept
+    columns = _COLUMNS if channels >= 2 * _COLUMNS else _COLUMNS // 2
+    return images * math.ceil(channels / columns) < _PROCESSORS
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, has: Flags) -> tuple[Any, Any]:

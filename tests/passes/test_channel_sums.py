@@ -1,7 +1,8 @@
-"""The cotangent of a BatchNorm is summed over the batch once for all that is repeated along it."""
+"""The cotangent of a BatchNorm or GroupNorm is summed over the batch once for all that is repeated along it."""
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -52,7 +53,29 @@ def of_each_instance(x, scale, offset):
     return (x - mean) * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5) * scale + offset
 
 
-NORMS = [plain, like_haiku, like_equinox, shared, channels_first, of_each_instance]
+def of_groups(x, scale, offset):
+    """Statistics of each image and of each two channels. The array is reshaped before it is scaled."""
+    groups = x.reshape(6, 5, 4, 4, 2)
+    mean, mean_of_squares = (jnp.mean(a, (1, 2, 4), keepdims=True) for a in (groups, groups**2))
+    factor = jax.lax.rsqrt(mean_of_squares - mean**2 + 1e-5)
+    return ((groups - mean) * factor).reshape(x.shape) * scale + offset
+
+
+def of_groups_as_they_are(x, scale, offset):
+    groups = x.reshape(6, 5, 4, 4, 2)
+    mean = groups.mean((1, 2, 4), keepdims=True)
+    factor = jax.lax.rsqrt(jnp.square(groups - mean).mean((1, 2, 4), keepdims=True) + 1e-5)
+    return ((groups - mean) * (factor * scale.reshape(4, 2)) + offset.reshape(4, 2)).reshape(x.shape)
+
+
+def of_groups_by_equinox(x, scale, offset):
+    """Channels first, mapped over the batch. Equinox repeats scale and offset in all of an image."""
+    norm = eqx.tree_at(lambda n: (n.weight, n.bias), eqx.nn.GroupNorm(4, 8), (scale, offset))
+    return jnp.moveaxis(jax.vmap(norm)(jnp.moveaxis(x, -1, 1)), 1, -1)
+
+
+GROUPED = [of_groups, of_groups_as_they_are, of_groups_by_equinox]
+NORMS = [plain, like_haiku, like_equinox, shared, channels_first, of_each_instance, *GROUPED]
 
 
 def network(norm, activation=jax.nn.relu):
@@ -75,6 +98,43 @@ def test_two_sums_are_left_in_the_backward_pass(norm, forward):
     found = equations(jax.make_jaxpr(jax.grad(AMP(network(norm), keep="all"), (0, 1, 2)))(W, SCALE, OFFSET, X))
     sums = [e for e in found if e.primitive.name == "reduce_sum" and e.invars[0].aval.size == X.size]
     assert len(sums) == forward + 2 + 1  # that of the loss
+
+
+@pytest.mark.parametrize("norm", GROUPED)
+def test_the_sums_for_groups_are_those_of_channels(norm):
+    """What is summed for each image and channel is enough for the mean and the variance, the scale and the offset."""
+    found = list(equations(jax.make_jaxpr(jax.grad(AMP(network(norm), keep="all"), (0, 1, 2)))(W, SCALE, OFFSET, X)))
+    assert [e.invars[1].aval.size for e in found if e.primitive.name == "affine"] == [6 * 8]
+
+
+def test_second_derivatives_of_a_group_norm():
+    fn = lambda w, x: network(of_groups, jnp.sin)(w, SCALE.astype(x.dtype), OFFSET.astype(x.dtype), x)
+    hvp = lambda f: lambda w, x: jax.jvp(lambda w: jax.grad(f)(w, x), (w,), (w,))[1]
+    found, expected = jax.jit(hvp(AMP(fn)))(W, X), in_float64(hvp(fn), W, X)
+    assert np.linalg.norm(found - expected) < 5e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((6, 20, 8), (1,)), ((3, 2, 5, 4, 4, 2), (0, 2, 3)), ((6, 4, 5, 8), (1, 2)), ((960,), (0,))]
+)
+def test_other_shapes_between(shape, axes):
+    """Whether the shapes can be split into common axes or not, the numbers are right."""
+
+    def norm(x, scale, offset):
+        y = x.reshape(shape)
+        mean = y.mean(axes, keepdims=True)
+        y = (y - mean) * jax.lax.rsqrt(y.var(axes, keepdims=True) + 1e-5)
+        return y.reshape(x.shape) * scale + offset
+
+    args = W, SCALE, OFFSET, X
+    found, expected = (
+        jax.jit(jax.grad(AMP(network(norm)), (0, 1, 2)))(*args),
+        in_float64(jax.grad(network(norm), (0, 1, 2)), *args),
+    )
+    before = jax.jit(jax.grad(WITHOUT(network(norm)), (0, 1, 2)))(*args)
+    for new, old, wanted in zip(found, before, expected, strict=True):
+        error = lambda x, wanted=wanted: np.linalg.norm(x - wanted) / np.linalg.norm(wanted)
+        assert error(new) < max(2e-2, 1.1 * error(old))
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu])

@@ -31,7 +31,7 @@ def network(w, b, x):
     h = jnp.sin(h @ w) + h
     h = (h - (h @ w)[jnp.array([0, 0, 1, 2])]) @ w
     h = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w) * x, None), h, jnp.stack([h] * 2))[0] @ w
-    shared = h @ w
+    shared = jax.nn.relu(h @ w) @ w
     h = jax.lax.map(lambda row: jnp.sum((shared * row) @ w, 0), jnp.concatenate([h, h]))[:4]
     h = jax.lax.fori_loop(0, 2, lambda _, h: jnp.sin(h @ w), h)
     with jax.named_scope("quantized"):

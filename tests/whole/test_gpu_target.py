@@ -34,6 +34,7 @@ QUESTIONS = {
     "parallel": ["parallel"],
     "sharded": ["sharded"],
     "looked up": ["looked up"],
+    "group norm": ["group norm"],
     "activations": ["activations"],
     "moved": ["moved"],
     "negated": ["negated"],
@@ -193,6 +194,12 @@ def test_what_is_looked_up_on_other_devices_is_sent_low_and_its_gradient_summed_
         ["all-reduce", "float32", 2**18],
         ["reduce-scatter", "float32", 4 * 2**20],
     ]
+
+
+def test_a_group_norm_writes_nothing_in_float32(answers):
+    """Of its backward pass, the sums for images and channels are all that is float32."""
+    assert answers["group norm"]["with"] == 0
+    assert answers["group norm"]["without"] > 0
 
 
 def test_results_of_activations_are_written_once(answers):
