@@ -7,6 +7,7 @@ one more time that the backward pass of each norm reads `x`. Here the square has
 (`_primitives/centered.py`).
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,20 +15,29 @@ import numpy as np
 from jax import lax
 
 from .._compat import Literal, Var
+from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Runner, Step, map_steps
 from .._primitives.centered import centered_square
+from .._traits import traits_of
 
 _KEEP_ORDER = lax.reshape_p, lax.squeeze_p, lax.broadcast_in_dim_p
 
 
 def square_centered(plan: Plan) -> Plan:
     """Leave the mean out of the derivatives of squares that are summed for a variance."""
-    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if plan.touched else {}
-    squares = [i for i in range(len(plan.eqns)) if made and _is_square(plan, i)]
-    if not squares:
-        return plan
-    readers = plan.readers()
+    return _with_squares(plan) if plan.touched else plan
+
+
+def _with_squares(plan: Plan) -> Plan:
+    """The same of a plan whether it is touched or not, as that of `jnp.var` is on a float32 operand."""
+    entered = Memo()  # equations of a kind share a step
+    both = enumerate(zip(plan.eqns, plan.steps, strict=True))
+    steps = {i: entered.get(s, None, functools.partial(_entered, s)) for i, (e, s) in both if _is_untouched_call(e, s)}
+    plan = plan.with_steps({i: step for i, step in steps.items() if step is not plan.steps[i]})
+    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars}
+    squares = [i for i in range(len(plan.eqns)) if _is_square(plan, i)]
+    readers = plan.readers() if squares else {}
     found = {}
     for i in squares:
         shift = made.get(plan.eqns[i].invars[0])
@@ -36,7 +46,18 @@ def square_centered(plan: Plan) -> Plan:
             found[i] = shift
     if not found:
         return plan
-    return plan._replace(parts=map_steps(plan.parts, lambda i: Square((i,), i, found[i]) if i in found else i))
+    parts = map_steps(plan.parts, lambda i: Square((i,), i, found[i]) if i in found else i)
+    return plan._replace(parts=parts, touched=True)
+
+
+def _is_untouched_call(eqn: Any, step: Step) -> bool:
+    plain = traits_of(eqn.primitive).plain_call and step.mode is Mode.ENTER
+    return plain and len(step.bodies) == 1 and not step.bodies[0].touched
+
+
+def _entered(step: Step) -> Step:
+    body = _with_squares(step.bodies[0])
+    return step if body is step.bodies[0] else step._replace(bodies=(body,), touched=True)
 
 
 class Square(NamedTuple):

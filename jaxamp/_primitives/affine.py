@@ -91,7 +91,7 @@ def _transpose_of_value(ct: Any, *operands: Any) -> list[Any]:
     return [make() if ad.is_undefined_primal(v) else None for make, v in zip(gradients, operands, strict=True)]
 
 
-_PROCESSORS = 128  # of a large GPU
+_SUMS = 256  # in kernels of their own, two for each processor of a large GPU
 _COLUMNS = 64  # that one of them sums, or half as many if there are fewer than twice as many
 
 
@@ -111,7 +111,7 @@ def _is_too_narrow(shape: Sequence[Any]) -> bool:
         return False
     images, channels = kept
     columns = _COLUMNS if channels >= 2 * _COLUMNS else _COLUMNS // 2
-    return images * math.ceil(channels / columns) < _PROCESSORS
+    return images * math.ceil(channels / columns) < _SUMS
 
 
 def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, has: Flags) -> tuple[Any, Any]:
