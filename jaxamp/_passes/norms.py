@@ -73,7 +73,7 @@ def _large(eqn: Any) -> Iterator[Var]:
 
 
 def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
-    """Whether all that is made of a result is read low after element-wise work that XLA does not repeat.
+    """Whether all that is made of a result is read or held low after element-wise work that XLA does not repeat.
 
     Some of it is nonlinear, or a transpose.
     """
@@ -89,7 +89,7 @@ def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
                 seen.add(reader.place)
                 eqn = plan.eqns[reader.place]
                 is_costly = is_costly or _bends(eqn) or eqn.primitive is lax.transpose_p
-                waiting += plan.eqns[reader.place].outvars
+                waiting += [] if all(out.is_low for out in plan.steps[reader.place].outs) else eqn.outvars
     return is_costly
 
 

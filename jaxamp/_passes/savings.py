@@ -20,7 +20,7 @@ from .._compat import Jaxpr, Literal, Var, inside_hi, open_jaxpr
 from .._formats import float_dtype
 from .._jaxpr import Kinds, Memo
 from .._plan.bodies import functions_in
-from .._plan.residuals import is_kept
+from .._plan.residuals import is_expensive, is_kept
 from .._traits import Traits, traits_of
 
 # A checkpoint costs kernels, because nothing is fused across its ends: what it returns is written to memory, and so are
@@ -196,7 +196,7 @@ def _reads(operation: _Operation) -> _Reads:
         is_linear = len(ins) < 2 and (eqn.primitive is lax.mul_p or isinstance(eqn.invars[1], Literal))
         return _Reads(values=() if is_linear else ins)
     if _is_activation(eqn):
-        return _Reads(other=_dtype(outs[0]) if _is_expensive(eqn) else bool, made_from=ins)
+        return _Reads(other=_dtype(outs[0]) if is_expensive(eqn) else bool, made_from=ins)
     if eqn.primitive in (lax.abs_p, lax.max_p, lax.min_p, lax.clamp_p):
         return _Reads(other=bool, made_from=ins)
     if traits.reduces and eqn.primitive is not lax.reduce_sum_p:
@@ -226,7 +226,7 @@ def _is_made_again(operation: _Operation) -> bool:
     """Whether XLA makes the result again where it is read."""
     traits = operation.traits
     is_cheap = (traits.cheap and not traits.reduces) or _is_activation(operation.eqn)
-    return is_cheap and not _is_expensive(operation.eqn) and not _is_kept(operation)
+    return is_cheap and not is_expensive(operation.eqn) and not _is_kept(operation)
 
 
 def _is_kept(operation: _Operation) -> bool:
@@ -234,14 +234,6 @@ def _is_kept(operation: _Operation) -> bool:
     if operation.traits.plain_call:
         return True
     return not _is_activation(eqn) and is_kept(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-
-
-def _is_expensive(eqn: Any) -> bool:
-    """Whether it is transcendental, or has something that is inside."""
-    if traits_of(eqn.primitive).plain_params:
-        return traits_of(eqn.primitive).transcendental
-    inside = (inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns)
-    return any(map(_is_expensive, inside))
 
 
 def _is_activation(eqn: Any) -> bool:

@@ -10,6 +10,9 @@ A sum that the next one adds to is written to memory once, rounded. XLA drops a 
 result again, and would write it in float32 for them, and once more for the matmuls. (A sum that only a norm reads is
 computed again where that is cheaper.)
 
+An activation that is summed as well, as before a squeeze and excitation, is also written once, rounded: XLA computes
+no exponential twice, so it would write it in float32 for both readers.
+
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
 backward pass would read only the sum. A Fourier transform of rounded values is a matmul in this sense: it is linear, so
 that its result has their error, although it is computed in float32.
@@ -32,6 +35,7 @@ from .._formats import Format, float_dtype, is_complex, is_integer
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step, map_steps
+from .._plan.residuals import is_expensive
 from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -49,7 +53,9 @@ def hold_streams_low(plan: Plan) -> Plan:
     if not mixed:
         return plan
     magnified = _magnified(plan)
-    wide_for_all = {i for i in mixed if i in of_matmuls or _is_wide_for_all(plan, i, readers[plan.eqns[i].outvars[0]])}
+    asked = lambda i, is_so: is_so(plan, i, readers[plan.eqns[i].outvars[0]])
+    pooled = {i for i in mixed if asked(i, _is_pooled)}
+    wide_for_all = {i for i in mixed if i in of_matmuls or asked(i, _is_wide_for_all)} - pooled
     steps = Memo()  # equations of a kind share a step
     changed = {
         i: steps.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
@@ -58,22 +64,23 @@ def hold_streams_low(plan: Plan) -> Plan:
         and plan.eqns[i].outvars[0] not in magnified
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
-    written = {i for i in changed if i in wide_for_all or _goes_on(plan, i, readers[plan.eqns[i].outvars[0]])}
+    written = {i for i in changed if i in wide_for_all | pooled or asked(i, _goes_on)}
     decays = _decays(plan, wide, {plan.eqns[i].outvars[0].aval.shape for i in wide_for_all & changed.keys()})
     plan = plan.with_steps(changed)
 
     def held(i: int) -> Part:
-        return Written((i,), i, of_value=i in written) if i in written or i in decays else i
+        return Written((i,), i, i in written, i not in pooled) if i in written or i in decays else i
 
     return plan._replace(parts=map_steps(plan.parts, held))
 
 
 class Written(NamedTuple):
-    """An operation the cotangent of whose result, and perhaps the result, is written to memory once, rounded."""
+    """An operation whose result, or its cotangent, or both are written to memory once, rounded."""
 
     parts: tuple[Part, ...]
     last: int
-    of_value: bool = True
+    value: bool
+    cotangent: bool
 
     def with_parts(self, parts: tuple[Part, ...]) -> "Written":
         return self._replace(parts=parts)
@@ -83,13 +90,14 @@ class Written(NamedTuple):
         ((var, value),) = plan.values_of(self.last)
         low = plan.setting.formats.compute_dtype
         with runner.at(plan, self.last):
-            x = materialize(env.read(var), low) if self.of_value else env.read(var)
-            env.write(var, materialize_cotangent(x, low, row_major=False), value)
+            x = materialize(env.read(var), low) if self.value else env.read(var)
+            env.write(var, materialize_cotangent(x, low, row_major=False) if self.cotangent else x, value)
 
 
 def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether something reads the result of a step low, or might, and nothing asks for float32."""
-    return _may_round(plan, readers) and (_is_read_low(readers) or _is_shared_sum(plan, i, readers))
+    is_shared = _is_shared_sum(plan, i, readers) or _is_pooled(plan, i, readers)
+    return _may_round(plan, readers) and (_is_read_low(readers) or is_shared)
 
 
 def _held_low(step: Step, low: Format) -> Step:
@@ -124,6 +132,33 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
     several = len({reader.place for reader in readers}) > 1
     return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
+
+
+def _is_pooled(plan: Plan, i: int, readers: list[Reader]) -> bool:
+    """Whether it is an activation that is summed, and read by something else as well.
+
+    XLA computes none twice. Not where rows are summed, as by a LayerNorm: that is one kernel, with all that reads them.
+    """
+    last, (out, *_) = len(plan.eqns), plan.eqns[i].outvars
+    eqns = [plan.eqns[r.place] for r in readers if r.place < last]
+    sums = [eqn for eqn in eqns if traits_of(eqn.primitive).reduces and [*eqn.params["axes"]] != [out.aval.ndim - 1]]
+    if not sums or len(sums) == len(readers) or plan.setting.formats.is_narrow:
+        return False
+    return _is_costly(plan, i, out)
+
+
+def _is_costly(plan: Plan, i: int, out: Var) -> bool:
+    """Whether a step, or element-wise work just before it, has a function such as an exponential."""
+    read = {out}
+    for eqn in reversed(plan.eqns[max(0, i + 1 - _NEAR) : i + 1]):
+        if read.isdisjoint(eqn.outvars):
+            continue
+        if is_expensive(eqn):
+            return True
+        traits = traits_of(eqn.primitive)
+        if traits.elementwise or traits.plain_call or traits.own_jvp:
+            read.update(v for v in eqn.invars if _is_large(v, out))
+    return False
 
 
 def _goes_on(plan: Plan, i: int, readers: list[Reader]) -> bool:
@@ -166,6 +201,7 @@ def _sums_of_matmuls(
     return several - inside
 
 
+_NEAR = 16  # equations: a gelu has eight
 _LEAST = 0.5  # a factor that leaves a product about as large as it was
 
 

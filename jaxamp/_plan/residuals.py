@@ -13,6 +13,7 @@ import jax.extend.core as jec
 from .._compat import Jaxpr, inside_hi, open_jaxpr
 from .._formats import is_complex
 from .._traits import traits_of
+from .bodies import functions_in
 
 Keep = Literal["auto", "matmuls", "all"]
 
@@ -44,6 +45,13 @@ def is_cheap(eqn: Any) -> bool:
     if not traits.cheap:
         return False
     return traits.reduces or traits.kept is None or not traits.kept(*(v.aval for v in eqn.invars), **eqn.params)
+
+
+def is_expensive(eqn: Any) -> bool:
+    """Whether it is transcendental, or has something that is inside."""
+    if traits_of(eqn.primitive).plain_params:
+        return traits_of(eqn.primitive).transcendental
+    return any(is_expensive(inner) for body in functions_in(eqn) for inner in open_jaxpr(body).eqns)
 
 
 def may_keep_little(written: Jaxpr) -> bool:

@@ -7,7 +7,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, assert_near, both, equations, in_float64, kept, normal
+from helpers import AMP, assert_near, both, equations, error, in_float64, kept, normal
 from jax import lax
 from plans import plan_of
 
@@ -137,14 +137,14 @@ def test_a_recurrence_keeps_its_values_low_and_its_decays_in_float32():
     decays = [step.outs[0].is_low for eqn, step in levels if eqn.primitive is lax.exp_p]
     assert decays == [False]
     written = [part for part in plan.parts if not isinstance(part, int)]
-    assert {plan.eqns[part.last].primitive for part in written if part.of_value} == {lax.add_p}
-    assert [plan.eqns[part.last].primitive for part in written if not part.of_value] == [lax.mul_p] * 6  # of decays
+    assert {plan.eqns[part.last].primitive for part in written if part.value} == {lax.add_p}
+    assert [plan.eqns[part.last].primitive for part in written if not part.value] == [lax.mul_p] * 6  # of decays
 
 
 def test_cotangents_of_other_products_are_not_rounded():
     halves = lambda w, x: jnp.sum(jnp.exp(x @ w)[:, :4] * jnp.exp(x @ w)[:, 4:]) + recurrence(w, SEQUENCE)
     plan = hold_streams_low(plan_of(halves, W, X))
-    assert sum(not isinstance(part, int) and not part.of_value for part in plan.parts) == 6
+    assert sum(not isinstance(part, int) and not part.value for part in plan.parts) == 6
 
 
 def _joins(eqn):
@@ -384,3 +384,70 @@ def test_what_cancels_is_not_rounded_before(low):
 
     w, x = normal(5, 32, 32, scale=0.5), normal(6, 64, 32)
     assert_near(jax.grad(jaxamp.amp(loss, compute_dtype=low))(w, x), in_float64(jax.grad(loss), w, x), 5e-2)
+
+
+# -- activations that are summed as well
+
+
+def gelu(x):
+    return 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.045 * x**3)))
+
+
+def squeezed(w, x, activation=jax.nn.silu):
+    """As in an EfficientNet: what is summed over the pixels scales the channels."""
+    for _ in range(2):
+        x = activation(batch_norm(conv(x, w)))
+        x = x * jax.nn.sigmoid(x.mean((1, 2)) @ w[0, 0])[:, None, None]
+    return jnp.sum(jnp.sin(conv(x, w)) ** 2)
+
+
+def responses(w, x):
+    """As in the global response norm of a ConvNeXt V2."""
+    x = gelu(conv(x, w))
+    size = jnp.sqrt(jnp.sum(x * x, (1, 2), keepdims=True) + 1e-6)
+    return jnp.sum(jnp.sin(conv(x * (size / size.mean(-1, keepdims=True)) + x, w)) ** 2)
+
+
+POOLED = {
+    "silu": squeezed,
+    "gelu": lambda w, x: squeezed(w, x, jax.nn.gelu),
+    "by hand": lambda w, x: squeezed(w, x, gelu),
+    "by flax": lambda w, x: squeezed(w, x, lambda x: x * jax.nn.sigmoid(x)),
+}
+
+
+@pytest.mark.parametrize("fn", POOLED.values(), ids=POOLED)
+def test_an_activation_that_is_pooled_is_written_low(fn):
+    plan = plan_of(fn, FILTERS, IMAGE, passes=(hold_streams_low,))
+    written = [part for part in plan.parts if not isinstance(part, int)]
+    assert [(part.value, part.cotangent) for part in written] == [(True, False)] * 2
+    assert all(plan.steps[part.last].outs[0].is_low for part in written)
+
+
+@pytest.mark.parametrize("fn", [*POOLED.values(), responses], ids=[*POOLED, "responses"])
+def test_gradients_through_what_is_pooled(fn):
+    expected = in_float64(jax.grad(fn, (0, 1)), FILTERS, IMAGE)
+    gradient = lambda **options: jax.jit(jax.grad(AMP(fn, **options), (0, 1)))(FILTERS, IMAGE)
+    found, without = gradient(), gradient(disable_passes=["hold_streams_low"])
+    for ours, theirs, exact in zip(found, without, expected, strict=True):
+        assert error(ours, exact) <= max(1.3 * error(theirs, exact), 2e-2)
+
+
+NOT_POOLED = {
+    "cheap": lambda w, x: squeezed(w, x, jax.nn.relu),
+    "a layer norm": lambda w, x: conv((y := jax.nn.silu(conv(x, w))) - y.mean(-1, keepdims=True), w),
+    "summed alone": lambda w, x: jax.nn.silu(batch_norm(conv(x, w))).mean((1, 2)) @ w[0, 0],
+    "an exponential": lambda w, x: (y := jnp.exp(conv(x, w))) / y.sum(-1, keepdims=True),
+    "exact": lambda w, x: conv((y := jax.nn.silu(batch_norm(x))) * y.mean((1, 2), keepdims=True), w),
+}
+
+
+@pytest.mark.parametrize("fn", NOT_POOLED.values(), ids=NOT_POOLED)
+def test_others_that_are_summed_are_left_alone(fn):
+    plan = plan_of(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), FILTERS, IMAGE, passes=(hold_streams_low,))
+    assert not any(getattr(part, "value", False) for part in plan.parts)
+
+
+def test_nor_in_float16():
+    plan = plan_of(squeezed, FILTERS, IMAGE, passes=(hold_streams_low,), compute_dtype=jnp.float16)
+    assert all(isinstance(part, int) for part in plan.parts)
