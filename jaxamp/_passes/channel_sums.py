@@ -195,10 +195,11 @@ def _walk(
     """The steps up to `i` that shift, scale or reshape one operand that nothing else reads."""
     steps = [i]
     while True:
-        before = made.get(links[steps[0]].large if steps[0] in links else plan.eqns[steps[0]].invars[0])
+        read = links[steps[0]].large if steps[0] in links else plan.eqns[steps[0]].invars[0]
+        before = made.get(read)
         if before is None or not isinstance(places[before], int) or plan.steps[before].outs[0].is_low:
             return steps
-        if len(readers[plan.eqns[before].outvars[0]]) != 1 or not (before in links or _reshapes(plan, before)):
+        if len(readers[read]) != 1 or not (before in links or _reshapes(plan, before)):
             return steps
         steps.insert(0, before)
 
