@@ -12,10 +12,10 @@ its readers. And XLA does not make a pooling, a lookup or a transpose one kernel
 is written, and read again in the backward pass. Rounded, that is half the bytes.
 
 Choices at other numbers than zero are left alone, such as that of a clip: numbers near its ends round to them, which
-changes its derivative. A step of a ResNet-50 takes 21.3 ms and not 22.9 (H200, jax 0.11). So are moves of parameters,
-whose gradients are float32; moves of a value that has many readers, because their cotangents would be added low; and
-small parts of a large value, all of which would be rounded. A lookup rounds inside: its gradient is summed in float32,
-and is not rounded (`lookups.py`).
+changes its derivative. A step of a ResNet-50 takes 21.3 ms and not 22.9 (H200, jax 0.11). So are moves of parameters
+alone, whose gradients are float32; moves of a value that has many readers, because their cotangents would be added low;
+small parts of a large value, all of which would be rounded; and pads, whose value has a sum for a gradient. A lookup
+rounds inside: its gradient is summed in float32, and is not rounded (`lookups.py`).
 """
 
 import functools
@@ -117,12 +117,16 @@ def _only_moves(eqn: Any, step: Step) -> bool:
     if step.mode is Mode.ENTER:
         is_call = traits_of(eqn.primitive).plain_call
         return is_call and bool(body := _called(eqn, step)) and all(map(_only_moves_in, body))
-    moves = traits_of(eqn.primitive).rearranges and eqn.primitive is not lax.gather_p
-    return moves and step.outs[0].sensitivity is not OUT_OF_RANGE  # what is, is clamped where it is read
+    return traits_of(eqn.primitive).rearranges and eqn.primitive is not lax.gather_p and not _is_clamped(step)
+
+
+def _is_clamped(step: Step) -> bool:
+    """Whether the result may be out of range, so that what reads it low clamps it."""
+    return step.outs[0].sensitivity is OUT_OF_RANGE
 
 
 def _only_moves_in(inner: tuple[Any, Step]) -> bool:
-    """Whether an equation of a body moves floats, or reads none but numbers such as what a pad adds."""
+    """Whether an equation of a body moves floats, or reads none but numbers."""
     eqn, step = inner
     if not _has_many(eqn):
         return True
@@ -137,7 +141,7 @@ def _has_many(eqn: Any) -> bool:
 def _looks_up(eqn: Any, step: Step) -> bool:
     """Whether it is a lookup, or a function that has one, such as `jnp.take`, and does nothing else with floats."""
     if step.mode is not Mode.ENTER:
-        return eqn.primitive is lax.gather_p and step.operation is None
+        return eqn.primitive is lax.gather_p and step.operation is None and not _is_clamped(step)
     inside = [(e, s) for e, s in _called(eqn, step) if _floats(e.invars) or _floats(e.outvars)]
     return traits_of(eqn.primitive).plain_call and len(inside) == 1 and _looks_up(*inside[0])
 

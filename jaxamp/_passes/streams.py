@@ -10,8 +10,8 @@ A sum that the next one adds to is written to memory once, rounded. XLA drops a 
 result again, and would write it in float32 for them, and once more for the matmuls. (A sum that only a norm reads is
 computed again where that is cheaper.)
 
-An activation that is summed as well, as before a squeeze and excitation, is also written once, rounded: XLA computes
-no exponential twice, so it would write it in float32 for both readers.
+An activation that is summed over pixels and scaled by what comes of that, in a squeeze and excitation, is also written
+once, rounded: XLA computes no exponential twice, so it would write it in float32 for both readers.
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
 backward pass would read only the sum. A Fourier transform of rounded values is a matmul in this sense: it is linear, so
@@ -49,12 +49,12 @@ def hold_streams_low(plan: Plan) -> Plan:
     readers = plan.readers() if wide else {}
     known = _known(plan) if wide else _Known.nothing()
     of_matmuls = _sums_of_matmuls(plan, wide, readers, known.transformed)
-    mixed = [i for i in wide if i in of_matmuls or _is_read_in_both(plan, i, readers.get(plan.eqns[i].outvars[0], []))]
+    asked = lambda i, is_so: is_so(plan, i, readers.get(plan.eqns[i].outvars[0], []))
+    pooled = {i for i in wide if _is_pooled(plan, i, readers)}
+    mixed = [i for i in wide if i in of_matmuls or i in pooled or asked(i, _is_read_in_both)]
     if not mixed:
         return plan
     magnified = _magnified(plan)
-    asked = lambda i, is_so: is_so(plan, i, readers[plan.eqns[i].outvars[0]])
-    pooled = {i for i in mixed if asked(i, _is_pooled)}
     wide_for_all = {i for i in mixed if i in of_matmuls or asked(i, _is_wide_for_all)} - pooled
     steps = Memo()  # equations of a kind share a step
     changed = {
@@ -96,8 +96,7 @@ class Written(NamedTuple):
 
 def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether something reads the result of a step low, or might, and nothing asks for float32."""
-    is_shared = _is_shared_sum(plan, i, readers) or _is_pooled(plan, i, readers)
-    return _may_round(plan, readers) and (_is_read_low(readers) or is_shared)
+    return _may_round(plan, readers) and (_is_read_low(readers) or _is_shared_sum(plan, i, readers))
 
 
 def _held_low(step: Step, low: Format) -> Step:
@@ -134,17 +133,29 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
 
 
-def _is_pooled(plan: Plan, i: int, readers: list[Reader]) -> bool:
-    """Whether it is an activation that is summed, and read by something else as well.
+def _is_pooled(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> bool:
+    """Whether it is an activation that is summed, and otherwise read low, or multiplied by something and then read low.
 
     XLA computes none twice. Not where rows are summed, as by a LayerNorm: that is one kernel, with all that reads them.
+    And not where the mean is subtracted, or anything else may cancel: rounding it would be one error more.
     """
-    last, (out, *_) = len(plan.eqns), plan.eqns[i].outvars
-    eqns = [plan.eqns[r.place] for r in readers if r.place < last]
-    sums = [eqn for eqn in eqns if traits_of(eqn.primitive).reduces and [*eqn.params["axes"]] != [out.aval.ndim - 1]]
-    if not sums or len(sums) == len(readers) or plan.setting.formats.is_narrow:
+    (out, *_), own = plan.eqns[i].outvars, readers.get(plan.eqns[i].outvars[0], [])
+    others = [r for r in own if r.place == len(plan.eqns) or not _sums_pixels(plan.eqns[r.place], out)]
+    if not others or len(others) == len(own) or plan.setting.formats.is_narrow or not _may_round(plan, own):
         return False
-    return _is_costly(plan, i, out)
+    return all(_is_low(r) or _is_scaled_low(plan, r, readers) for r in others) and _is_costly(plan, i, out)
+
+
+def _sums_pixels(eqn: Any, operand: Any) -> bool:
+    return traits_of(eqn.primitive).reduces and [*eqn.params["axes"]] != [operand.aval.ndim - 1]
+
+
+def _is_scaled_low(plan: Plan, reader: Reader, readers: dict[Var, list[Reader]]) -> bool:
+    """Whether it multiplies by something, and only low operations read the product."""
+    if reader.place == len(plan.eqns) or not traits_of(plan.eqns[reader.place].primitive).product:
+        return False
+    after = readers.get(plan.eqns[reader.place].outvars[0], [])
+    return bool(after) and all(map(_is_low, after))
 
 
 def _is_costly(plan: Plan, i: int, out: Var) -> bool:

@@ -41,7 +41,7 @@ _TABLE: dict[str, str] = {
     "relays": f"""
         {_COMMUNICATES} {_REARRANGES} broadcast_in_dim layout_constraint optimization_barrier pvary tile
     """,
-    "rearranges": f"{_REARRANGES} pad",
+    "rearranges": _REARRANGES,
     "communicates": _COMMUNICATES,
     "sums_devices": "psum psum_invariant reduce_scatter",
     "keeps_all_entries": "copy reshape squeeze transpose",

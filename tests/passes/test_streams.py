@@ -401,13 +401,6 @@ def squeezed(w, x, activation=jax.nn.silu):
     return jnp.sum(jnp.sin(conv(x, w)) ** 2)
 
 
-def responses(w, x):
-    """As in the global response norm of a ConvNeXt V2."""
-    x = gelu(conv(x, w))
-    size = jnp.sqrt(jnp.sum(x * x, (1, 2), keepdims=True) + 1e-6)
-    return jnp.sum(jnp.sin(conv(x * (size / size.mean(-1, keepdims=True)) + x, w)) ** 2)
-
-
 POOLED = {
     "silu": squeezed,
     "gelu": lambda w, x: squeezed(w, x, jax.nn.gelu),
@@ -424,7 +417,7 @@ def test_an_activation_that_is_pooled_is_written_low(fn):
     assert all(plan.steps[part.last].outs[0].is_low for part in written)
 
 
-@pytest.mark.parametrize("fn", [*POOLED.values(), responses], ids=[*POOLED, "responses"])
+@pytest.mark.parametrize("fn", POOLED.values(), ids=POOLED)
 def test_gradients_through_what_is_pooled(fn):
     expected = in_float64(jax.grad(fn, (0, 1)), FILTERS, IMAGE)
     gradient = lambda **options: jax.jit(jax.grad(AMP(fn, **options), (0, 1)))(FILTERS, IMAGE)
@@ -436,6 +429,12 @@ def test_gradients_through_what_is_pooled(fn):
 NOT_POOLED = {
     "cheap": lambda w, x: squeezed(w, x, jax.nn.relu),
     "a layer norm": lambda w, x: conv((y := jax.nn.silu(conv(x, w))) - y.mean(-1, keepdims=True), w),
+    "centred": lambda w, x: conv((y := jax.nn.silu(conv(x, w) + 30)) - y.mean((0, 1, 2)), w),
+    "normed": lambda w, x: conv(batch_norm(jax.nn.silu(conv(x, w))), w),
+    "scaled before a norm": lambda w, x: conv(
+        batch_norm((y := jax.nn.silu(conv(x, w))) * y.mean((1, 2))[:, None, None]), w
+    ),
+    "returned": lambda w, x: (y := jax.nn.silu(conv(x, w))) * y.mean((1, 2))[:, None, None],
     "summed alone": lambda w, x: jax.nn.silu(batch_norm(conv(x, w))).mean((1, 2)) @ w[0, 0],
     "an exponential": lambda w, x: (y := jnp.exp(conv(x, w))) / y.sum(-1, keepdims=True),
     "exact": lambda w, x: conv((y := jax.nn.silu(batch_norm(x))) * y.mean((1, 2), keepdims=True), w),
