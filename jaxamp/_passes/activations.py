@@ -79,15 +79,20 @@ def _is_between_matmuls(plan: Plan, i: int, readers: Readers, made: dict[Var, in
     """Whether a matmul reads the result, and the operand is that of one, perhaps moved, with a bias."""
     last = len(plan.eqns)
     places = [reader.place for reader in readers.get(plan.eqns[i].outvars[0], [])]
-    if not any(place < last and traits_of(plan.eqns[place].primitive).matmul for place in places):
+    if not any(place < last and _is_plain_matmul(plan, place) for place in places):
         return False
     var = plan.eqns[i].invars[0]
     while var in made and len(readers[var]) == 1:
         eqn = plan.eqns[made[var]]
         traits, large = traits_of(eqn.primitive), [v for v in eqn.invars if size_of(v.aval) == size_of(var.aval)]
         if traits.matmul:
-            return plan.steps[made[var]].outs[0].is_low
+            return _is_plain_matmul(plan, made[var]) and plan.steps[made[var]].outs[0].is_low
         if not (traits.sum or traits.keeps_all_entries or traits.passes_on) or len(large) != 1:
             return False
         (var,) = large
     return False
+
+
+def _is_plain_matmul(plan: Plan, i: int) -> bool:
+    """Whether it is a matmul that keeps its operands as they are, and not in a format of its own."""
+    return traits_of(plan.eqns[i].primitive).matmul and not plan.steps[i].replaced

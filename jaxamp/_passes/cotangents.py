@@ -76,8 +76,12 @@ def _scaled(plan: Plan) -> frozenset[Var]:
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
         traits, large = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
-        keeps = (traits.product and eqn.primitive is not lax.rem_p) or traits.keeps_all_entries or traits.passes_on
-        is_scaled = keeps and len(large) == 1 and large == [*eqn.invars[:1]] and _is_any(found, large)
+        is_scaled = (
+            (traits.product or traits.keeps_all_entries)
+            and len(large) == 1
+            and large == [*eqn.invars[:1]]
+            and _is_any(found, large)
+        )
         found.update(var for var, value in plan.values_of(i) if value.is_low or is_scaled)
     return frozenset(found)
 
