@@ -73,9 +73,9 @@ def _large(eqn: Any) -> Iterator[Var]:
 
 
 def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
-    """Whether all that is made of a result is read or held low after element-wise work that XLA does not repeat.
+    """Whether all that is made of a result is read low after element-wise work that XLA does not repeat.
 
-    Some of it is nonlinear, or a transpose.
+    Some of it is nonlinear, or a transpose. An activation may be held low instead.
     """
     last, is_costly = len(plan.eqns), False
     waiting, seen = [plan.eqns[i].outvars[0]], set[int]()
@@ -87,9 +87,10 @@ def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
                 return False
             if reader.place not in seen:
                 seen.add(reader.place)
-                eqn = plan.eqns[reader.place]
-                is_costly = is_costly or _bends(eqn) or eqn.primitive is lax.transpose_p
-                waiting += [] if all(out.is_low for out in plan.steps[reader.place].outs) else eqn.outvars
+                eqn, bends = plan.eqns[reader.place], _bends(plan.eqns[reader.place])
+                is_costly = is_costly or bends or eqn.primitive is lax.transpose_p
+                is_held_low = all(out.is_low for out in plan.steps[reader.place].outs)
+                waiting += [] if bends and is_held_low else eqn.outvars
     return is_costly
 
 
