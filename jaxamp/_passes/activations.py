@@ -15,12 +15,10 @@ from jax import lax
 
 from .._compat import Literal, Var, is_of_jax_nn
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
+from .._plan.plan import Environment, Part, Plan, Readers, Runner, map_steps
 from .._primitives import activations
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-
-Readers = dict[Var, list[Reader]]
 
 
 def keep_activations(plan: Plan) -> Plan:

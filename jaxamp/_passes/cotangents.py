@@ -19,7 +19,7 @@ from .._compat import Literal, Var, open_jaxpr
 from .._formats import Format, cast, float_dtype
 from .._plan.bodies import functions_in
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
+from .._plan.plan import Environment, Part, Plan, Readers, Runner, map_steps
 from .._plan.sensitivity import FREE
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
@@ -99,7 +99,7 @@ def _is_repeated(eqn: Any) -> Any:
 _CHOICES = lax.max_p, lax.min_p, lax.clamp_p, lax.select_n_p
 
 
-def _is_chosen(plan: Plan, i: int, readers: dict[Var, list[Reader]], kept: Set[int]) -> bool:
+def _is_chosen(plan: Plan, i: int, readers: Readers, kept: Set[int]) -> bool:
     """Whether all that is made of a result goes through an activation, after cheap work or none.
 
     One by comparison, or one of the steps `kept`, whose derivative is cheap as well.

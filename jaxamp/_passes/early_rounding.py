@@ -29,7 +29,7 @@ from .._compat import Literal, open_jaxpr
 from .._formats import Format, float_dtype
 from .._jaxpr import Memo
 from .._plan.classify import Mode
-from .._plan.plan import Plan, Reader, Step
+from .._plan.plan import Plan, Reader, Readers, Step
 from .._plan.reasons import Reason, Why
 from .._plan.sensitivity import FREE, LOW, OUT_OF_RANGE, Value
 from .._traits import traits_of
@@ -161,7 +161,7 @@ def _looks_up(eqn: Any, step: Step) -> bool:
     return traits_of(eqn.primitive).plain_call and len(inside) == 1 and _looks_up(*inside[0])
 
 
-def _shares(eqn: Any, step: Step, readers: dict[Any, list[Reader]]) -> bool:
+def _shares(eqn: Any, step: Step, readers: Readers) -> bool:
     """Whether it moves a value that many others read, too: the cotangents of all of them would be added low."""
     if eqn.primitive in _POOLS or _chooses(eqn, step) or _looks_up(eqn, step):
         return False

@@ -17,12 +17,10 @@ from jax import lax
 from .._compat import Literal, Var, open_jaxpr
 from .._plan.bodies import functions_in
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, map_steps
+from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, map_steps
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-
-Readers = dict[Var, list[Reader]]
 
 
 def round_norm_cotangents(plan: Plan) -> Plan:

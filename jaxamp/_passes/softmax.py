@@ -17,7 +17,7 @@ from jax import lax
 from .._compat import Literal, Var
 from .._formats import Format
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step
+from .._plan.plan import Environment, Part, Plan, Readers, Runner, Step
 from .._primitives.barriers import materialize
 
 _FLOAT32 = Format(np.dtype(np.float32))
@@ -52,7 +52,7 @@ class Softmax(NamedTuple):
         env.write(self.result, y, plan.steps[self.last].outs[0]._replace(format=plan.setting.formats.low))
 
 
-def _softmax(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> Softmax | None:
+def _softmax(plan: Plan, i: int, readers: Readers) -> Softmax | None:
     """The softmax that begins with an exponential, if there is one."""
     exp, total, spread, div = plan.eqns[i : i + 4]
     if (total.primitive, div.primitive) != (lax.reduce_sum_p, lax.div_p) or isinstance(exp.invars[0], Literal):

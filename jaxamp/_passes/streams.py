@@ -34,7 +34,7 @@ from .._compat import Jaxpr, Literal, Var, open_jaxpr
 from .._formats import Format, float_dtype, is_complex, is_integer
 from .._jaxpr import Memo
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Reader, Runner, Step, map_steps
+from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, Step, map_steps
 from .._plan.residuals import is_expensive
 from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
@@ -133,7 +133,7 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
 
 
-def _is_pooled(plan: Plan, i: int, readers: dict[Var, list[Reader]]) -> bool:
+def _is_pooled(plan: Plan, i: int, readers: Readers) -> bool:
     """Whether it is an activation that is summed, and otherwise read low, or multiplied by something and then read low.
 
     XLA computes none twice. Not where rows are summed, as by a LayerNorm: that is one kernel, with all that reads them.
@@ -150,7 +150,7 @@ def _sums_pixels(eqn: Any, operand: Any) -> bool:
     return traits_of(eqn.primitive).reduces and [*eqn.params["axes"]] != [operand.aval.ndim - 1]
 
 
-def _is_scaled_low(plan: Plan, reader: Reader, readers: dict[Var, list[Reader]]) -> bool:
+def _is_scaled_low(plan: Plan, reader: Reader, readers: Readers) -> bool:
     """Whether it multiplies by something, and only low operations read the product."""
     if reader.place == len(plan.eqns) or not traits_of(plan.eqns[reader.place].primitive).product:
         return False
@@ -182,9 +182,7 @@ def _adds_several(eqn: Any) -> bool:
     return traits_of(eqn.primitive).sum and all(_is_large(v, eqn.outvars[0]) for v in eqn.invars)
 
 
-def _sums_of_matmuls(
-    plan: Plan, wide: Sequence[int], readers: dict[Var, list[Reader]], transformed: Collection[Var]
-) -> set[int]:
+def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: Readers, transformed: Collection[Var]) -> set[int]:
     """Sums of two low matmuls or more, and of biases, that are read in float32. Nothing else reads what they add.
 
     A Fourier transform of rounded values counts as a matmul.

@@ -93,11 +93,11 @@ class Plan(NamedTuple):
     def eqns(self) -> Sequence[Any]:
         return open_jaxpr(self.jaxpr).eqns
 
-    def readers(self) -> "dict[Var, list[Reader]]":
+    def readers(self) -> "Readers":
         """All places where each variable is read."""
         body = open_jaxpr(self.jaxpr)
         reads = [(eqn.invars, step.reads) for eqn, step in zip(body.eqns, self.steps, strict=True)]
-        readers: dict[Var, list[Reader]] = {}
+        readers: Readers = {}
         for place, (atoms, formats) in enumerate([*reads, (body.outvars, tuple(o.format for o in self.outs))]):
             for atom, format_ in zip(atoms, formats, strict=True):
                 if not isinstance(atom, Literal):
@@ -144,6 +144,9 @@ class Reader(NamedTuple):
 
     place: int
     format: Format | None
+
+
+Readers = dict[Var, list[Reader]]
 
 
 def map_steps(parts: tuple[Part, ...], replace: Callable[[int], Part]) -> tuple[Part, ...]:
