@@ -15,6 +15,7 @@ import numpy as np
 from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
 from ._jaxpr import Memo
 from ._traits import traits_of
+from ._traits.traits import NONE
 
 # The folders of functions that are made once, and that hold nothing of the user
 _LIBRARIES = tuple(
@@ -44,6 +45,22 @@ def structure_of(jaxpr: Jaxpr) -> Structure | None:
         return _structure(jaxpr, Memo())
     except _NotPlainError:
         return None
+
+
+def operation_key(eqn: Any) -> Hashable | None:
+    """Equal for equations that compute the same of the same operands; None if that can't be said."""
+    if eqn.effects or traits_of(eqn.primitive) is NONE or _is_random(eqn):
+        return None
+    try:
+        return eqn.primitive, _params(eqn, Memo()), eqn.ctx
+    except _NotPlainError:
+        return None
+
+
+def _is_random(eqn: Any) -> bool:
+    """Whether it draws other numbers each time, since no key says which."""
+    bodies = jec.jaxprs_in_params(eqn.params)
+    return eqn.primitive.name == "rng_uniform" or any(_is_random(e) for body in bodies for e in open_jaxpr(body).eqns)
 
 
 def library_key(eqn: Any) -> Hashable | None:

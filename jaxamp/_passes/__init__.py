@@ -24,6 +24,7 @@ from .negated_lookups import write_negated_lookups
 from .norms import round_norm_cotangents
 from .pools import pool_by_places
 from .recompute import recompute
+from .repeats import merge_repeats
 from .round_in_loops import round_in_loops
 from .round_once import round_once
 from .send_low import send_low
@@ -33,7 +34,7 @@ from .streams import hold_streams_low
 from .sum_in_loops import sum_in_loops
 from .transposes import fold_transposes
 
-JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (spread_masks,)
+JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (merge_repeats, spread_masks)
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,

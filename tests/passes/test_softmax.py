@@ -63,7 +63,7 @@ def test_softmax_in_float16_survives_scores_beyond_the_range_of_its_exponentials
         lambda x: (lambda e: (e / e.sum(-1, keepdims=True)) @ x + e)(jnp.exp(x @ x)),  # so are the exponentials
         lambda x: (lambda e: (e / e.sum(0)[:, None]) @ x)(jnp.exp(x @ x)),  # not a softmax: sums of the other axis
         lambda x: (lambda e: (e / jnp.broadcast_to(e.sum(1), e.shape)) @ x)(jnp.exp(x @ x)),  # nor of the other axis
-        lambda x: (jnp.exp(x @ x) / jnp.exp(x @ x).sum(-1, keepdims=True)) @ x,  # two exponentials
+        lambda x: (jnp.exp(x @ x) / jnp.exp(x.T @ x).sum(-1, keepdims=True)) @ x,  # two exponentials
     ],
 )
 def test_what_only_looks_like_a_softmax_is_left_alone(fn):

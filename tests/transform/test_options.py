@@ -28,7 +28,7 @@ def network(w, b, x):
     h = jax.nn.silu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-6) * b + b) @ w
     h = jax.lax.reduce_window(jnp.exp(-(h**2)), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") @ w
     h = h / jnp.sqrt(jnp.sum(h**2, -1, keepdims=True))
-    h = jnp.sin(h @ w) + h
+    h = jnp.sin(h @ w) * (h @ w) + h
     h = (h - (h @ w)[jnp.array([0, 0, 1, 2])]) @ w
     h = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w) * x, None), h, jnp.stack([h] * 2))[0] @ w
     shared = jax.nn.relu(h @ w) @ w
@@ -36,7 +36,7 @@ def network(w, b, x):
     h = jax.lax.fori_loop(0, 2, lambda _, h: jnp.sin(h @ w), h)
     with jax.named_scope("quantized"):
         h = jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), h, length=2)[0]
-        return jnp.sin(h @ w) * (h @ w)
+        return jnp.sin(h @ w) * (h @ w.T)
 
 
 def with_large_matmul(w, b, x):
@@ -80,7 +80,7 @@ def test_the_tools_take_it_too(tool):
 def test_a_pass_that_there_is_not():
     with raises(
         ValueError,
-        "disable_passes has 'recomputed'; expected names of passes: spread_masks",
+        "disable_passes has 'recomputed'; expected names of passes: merge_repeats",
         "Did you mean 'recompute'",
     ):
         jaxamp.amp(network, disable_passes=["recomputed"])

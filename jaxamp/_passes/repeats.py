@@ -1,0 +1,130 @@
+"""Compute once what a program computes twice: a matmul of the same operands, and what is made of its result alike.
+
+A Laplacian that takes one direction after the other runs the network for each of them, and so does a loss of a function
+and its derivatives. XLA merges equal operations, but it can't merge their derivatives: each operation that was written
+has a cotangent of its own, with matmuls of its own. Merged before the derivative is taken, they have one cotangent.
+
+Only matmuls, and what reads the result of one that was merged. Other operations that are written twice, such as masks,
+cost little, and the passes that come next read them where they are.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.extend.core as jec
+import numpy as np
+
+from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes, with_equations
+from .._jaxpr import Memo
+from .._plan.bodies import with_replaced_bodies
+from .._plan.classify import Path
+from .._plan.higher_order import describe
+from .._structure import operation_key
+from .._traits import traits_of
+
+
+def merge_repeats(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr, and those inside, with matmuls that are repeated computed once; itself if none is."""
+    return _merged(jaxpr, Memo())
+
+
+def _merged(jaxpr: Jaxpr, known: Memo) -> Jaxpr:
+    return known.get(jaxpr, None, lambda: _Body(open_jaxpr(jaxpr)).merged(jaxpr, known))
+
+
+class _Body:
+    """An open jaxpr whose variables are numbered: equal numbers, equal values."""
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.eqns: list[Any] = []
+        self.numbers: dict[Hashable, int] = {}
+        self.first: dict[int, Var] = {}  # variable of a number
+        self.merged_into: dict[Var, Var] = {}
+        self.repeated: set[int] = set()  # in `eqns`: those whose results there were before
+
+    def merged(self, jaxpr: Jaxpr, known: Memo) -> Jaxpr:
+        numbers: dict[Var, int] = {}
+        for eqn in self.body.eqns:
+            results = self._results(eqn, numbers, ())
+            numbers.update(zip(eqn.outvars, results, strict=True))
+            self._add(_with_merged_bodies(eqn, known), results)
+        outs = [self._atom(v) for v in self.body.outvars]
+        if not self.merged_into and all(a is b for a, b in zip(self.eqns, self.body.eqns, strict=True)):
+            return jaxpr
+        return with_equations(jaxpr, self._needed(outs), outs)
+
+    def _add(self, eqn: Any, results: Sequence[int]) -> None:
+        """Add an equation, unless all its results are there. What reads a result then reads the first one."""
+        read = [(v, number) for v, number in zip(eqn.outvars, results, strict=True) if type(v) is Var]  # not dropped
+        there = {v: self.first[number] for v, number in read if number in self.first}
+        if there and (
+            _multiplies(eqn) or any(not isinstance(v, Literal) and v in self.merged_into for v in eqn.invars)
+        ):
+            self.merged_into.update(there)
+            if len(there) == len(read):
+                return
+        elif there and len(there) == len(read):
+            self.repeated.add(len(self.eqns))
+        invars = [self._atom(v) for v in eqn.invars]
+        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
+        self.eqns.append(eqn if same else eqn.replace(invars=invars))
+        for v, number in read:
+            self.first.setdefault(number, v)
+
+    def _results(self, eqn: Any, numbers: dict[Var, int], path: Path) -> list[int]:
+        """The numbers of an equation's results. Values in scopes of other names are not equal: policies name scopes.
+
+        A jitted function has the numbers of its body: an activation is one operation, and several in a derivative.
+        """
+        path += scopes(eqn.source_info.name_stack)
+        operands = [self._number_of(v, numbers) for v in eqn.invars]
+        if traits_of(eqn.primitive).plain_call and not eqn.effects:
+            (body,) = jec.jaxprs_in_params(eqn.params)
+            inside = open_jaxpr(body)
+            own = dict(zip(inside.invars, operands, strict=True))
+            own |= {v: self._number(id(x)) for v, x in zip(inside.constvars, consts_of(body), strict=True)}
+            for inner in inside.eqns:
+                own.update(zip(inner.outvars, self._results(inner, own, path), strict=True))
+            return [self._number_of(v, own) for v in inside.outvars]
+        operation = operation_key(eqn)
+        key = object() if operation is None else (operation, *operands, path)
+        return [self._number((key, i, v.aval)) for i, v in enumerate(eqn.outvars)]
+
+    def _number(self, key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _number_of(self, atom: Any, numbers: dict[Var, int]) -> int:
+        if isinstance(atom, Literal):  # by its bits: NaN is not equal to itself, and -0 is equal to 0
+            return self._number((atom.aval, np.asarray(atom.val).tobytes()))
+        return numbers[atom] if atom in numbers else self._number(atom)
+
+    def _atom(self, v: Any) -> Any:
+        return v if isinstance(v, Literal) else self.merged_into.get(v, v)
+
+    def _needed(self, outs: list[Any]) -> list[Any]:
+        """The equations without repeated ones that nothing reads any more."""
+        read = {v for v in outs if not isinstance(v, Literal)}
+        kept: list[Any] = []
+        for place, eqn in reversed(list(enumerate(self.eqns))):
+            if place not in self.repeated or not read.isdisjoint(eqn.outvars):
+                kept.append(eqn)
+                read.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return kept[::-1]
+
+
+def _with_merged_bodies(eqn: Any, known: Memo) -> Any:
+    entry = describe(eqn)
+    if entry is None or entry.lazy:
+        return eqn
+    new = [_merged(body.jaxpr, known) for body in entry.bodies]
+    if all(jaxpr is body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
+        return eqn
+    return eqn.replace(params=with_replaced_bodies(eqn, entry, new))
+
+
+def _multiplies(eqn: Any) -> bool:
+    """Whether it is a matmul, or has one inside."""
+    if traits_of(eqn.primitive).matrix_unit:
+        return True
+    return any(_multiplies(inner) for body in jec.jaxprs_in_params(eqn.params) for inner in open_jaxpr(body).eqns)
