@@ -65,7 +65,7 @@ def hold_streams_low(plan: Plan) -> Plan:
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
     written = {i for i in changed if i in wide_for_all | pooled or asked(i, _goes_on)}
-    decays = _decays(plan, wide, {plan.eqns[i].outvars[0].aval.shape for i in wide_for_all & changed.keys()})
+    decays = _decays(plan, wide, readers, {plan.eqns[i].outvars[0].aval.shape for i in wide_for_all & changed.keys()})
     plan = plan.with_steps(changed)
 
     def held(i: int) -> Part:
@@ -219,15 +219,32 @@ def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:
     return plan.steps[i].mode is Mode.AS_WRITTEN and not any(map(_is_low, readers))
 
 
-def _decays(plan: Plan, wide: Sequence[int], shapes: Collection[Any]) -> set[int]:
-    """Products of two parts of one value, such as those of neighbours in time, that have one of these shapes."""
-    products = [i for i in wide if plan.eqns[i].primitive is lax.mul_p and plan.eqns[i].outvars[0].aval.shape in shapes]
-    parts = {}  # of which variable
+def _decays(plan: Plan, wide: Collection[int], readers: Readers, shapes: Collection[Any]) -> set[int]:
+    """Decays that have one of these shapes: products of two parts of one value, as of neighbours in time.
+
+    And, where that value is an exponential of something repeated, such as a rate for each of several states, what it
+    is an exponential of: XLA would write the cotangent of that in float32, for the sums over the states and over time.
+    """
+    products = {i for i in wide if plan.eqns[i].primitive is lax.mul_p and plan.eqns[i].outvars[0].aval.shape in shapes}
+    whole: dict[Var, Any] = {}  # of its parts
     for eqn in plan.eqns if products else []:
         if eqn.primitive is lax.slice_p:
-            parts[eqn.outvars[0]] = eqn.invars[0]
-    of = lambda i: [None if isinstance(v, Literal) else parts.get(v) for v in plan.eqns[i].invars]
-    return {i for i in products if None not in of(i) and len(set(of(i))) == 1}
+            whole[eqn.outvars[0]] = eqn.invars[0]
+    of = {i: [None if isinstance(v, Literal) else whole.get(v) for v in plan.eqns[i].invars] for i in products}
+    decays = {i for i in products if None not in of[i] and len(set(of[i])) == 1}
+    makers = {plan.eqns[i].outvars[0]: i for i in wide}
+    first = {makers.get(of[i][0]) for i in decays} - {None}
+    return decays | {place for i in first for place in _exponent(plan, plan.eqns[i], makers, readers)}
+
+
+def _exponent(plan: Plan, eqn: Any, makers: dict[Var, int], readers: Readers) -> list[int]:
+    """The operation whose result an exponential alone reads, if its operands are repeated: they sum its cotangent."""
+    v = eqn.invars[0]
+    if len(eqn.invars) != 1 or not is_expensive(eqn) or len(readers.get(v, ())) != 1 or v not in makers:
+        return []
+    sizes = {e.outvars[0]: size_of(e.invars[0].aval) for e in plan.eqns if e.primitive is lax.broadcast_in_dim_p}
+    operands = [atom for atom in plan.eqns[makers[v]].invars if not isinstance(atom, Literal)]
+    return [makers[v]] if all(sizes.get(atom, size_of(atom.aval)) < size_of(v.aval) for atom in operands) else []
 
 
 def _is_large(atom: Any, out: Var) -> bool:

@@ -147,6 +147,25 @@ def test_cotangents_of_other_products_are_not_rounded():
     assert sum(not isinstance(part, int) and not part.value for part in plan.parts) == 6
 
 
+def selective(w, x):
+    """As in Mamba: each rate is that of several states, so that its gradient is a sum."""
+    values, rates = jnp.split(jax.nn.silu(x @ w), 2, -1)
+    keep = jnp.exp(-jax.nn.softplus(rates)[..., None] * jnp.arange(1.0, 4.0))
+    later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+    _, held = lax.associative_scan(later, (keep, (1 - keep) * values[..., None]), axis=1)
+    return jnp.mean((jnp.sum(held, -1) @ w[:4, :4]) ** 2)
+
+
+def test_the_cotangent_of_repeated_rates_is_written_rounded():
+    plan = hold_streams_low(plan_of(selective, W, SEQUENCE))
+    rounded = [part.last for part in plan.parts if not isinstance(part, int) and not part.value]
+    assert [plan.eqns[i].primitive for i in rounded] == [lax.mul_p] * 7
+    assert [reader.place for reader in plan.readers()[plan.eqns[rounded[0]].outvars[0]]] == [rounded[0] + 1]
+    assert plan.eqns[rounded[0] + 1].primitive is lax.exp_p
+    found = jax.jit(jax.grad(jaxamp.amp(selective, compute_dtype=jnp.bfloat16)))(W, SEQUENCE)
+    assert error(found, in_float64(jax.grad(selective), W, SEQUENCE)) < 2e-2
+
+
 def _joins(eqn):
     return not any(isinstance(v, jex_core.Literal) for v in eqn.invars)
 
