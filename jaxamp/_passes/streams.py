@@ -233,7 +233,7 @@ def _decays(plan: Plan, wide: Collection[int], readers: Readers, shapes: Collect
     of = {i: [None if isinstance(v, Literal) else whole.get(v) for v in plan.eqns[i].invars] for i in products}
     decays = {i for i in products if None not in of[i] and len(set(of[i])) == 1}
     makers = {plan.eqns[i].outvars[0]: i for i in wide}
-    first = {makers.get(of[i][0]) for i in decays} - {None}
+    first = {makers[v] for i in decays for v in of[i] if v in makers}
     return decays | {place for i in first for place in _exponent(plan, plan.eqns[i], makers, readers)}
 
 

@@ -1,17 +1,19 @@
 """Checkpoints of ours, which keep little for the backward pass."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_hi_checkpoint, without_consts
 from .._jaxpr import Memo, bind
 from .._primitives.kept import KEPT
 from .._traits import traits_of
+from .._traits.matmul_cost import size_of
 from .residuals import is_cheap, is_kept
 
 
@@ -21,7 +23,8 @@ def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False) -> Any:
     In a loop XLA can't merge the second computation of a value with the first, so barriers against that would only
     cost.
     """
-    eqn, jaxpr = _template(in_loop), _with_kept_masks(open_jaxpr(jaxpr))
+    eqn, body = _template(in_loop), open_jaxpr(jaxpr)
+    jaxpr = _with_kept(body, _masks_of_draws(body) | _results_as_multiplied(body, in_loop))
     is_hi = "_prim" in eqn.params
     changed = {"_prim": with_hi_checkpoint(eqn.params["_prim"], jaxpr, 0)} if is_hi else {"jaxpr": jaxpr}
     return eqn.replace(params={**eqn.params, **changed}, ctx=jaxpr.eqns[0].ctx if jaxpr.eqns else eqn.ctx)
@@ -33,25 +36,87 @@ def is_ours(eqn: Any) -> bool:
     return params.get("policy") is is_kept
 
 
-def _with_kept_masks(jaxpr: Jaxpr) -> Jaxpr:
-    """An open jaxpr that marks masks made from random draws as kept: one byte each, where a draw has four."""
-    known, drawn = Memo(), set[Var]()
-    marks: dict[Var, Var] = {}
+def _with_kept(jaxpr: Jaxpr, variables: Set[Var]) -> Jaxpr:
+    """An open jaxpr that marks variables as kept."""
+    if not variables:
+        return jaxpr
+    marks = {v: Var(v.aval) for v in variables}
+    marked = lambda atoms: [v if isinstance(v, Literal) else marks.get(v, v) for v in atoms]
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
-        eqns.append(eqn.replace(invars=[v if isinstance(v, Literal) else marks.get(v, v) for v in eqn.invars]))
-        if not (
-            _draws(eqn, known) or (is_cheap(eqn) and any(not isinstance(v, Literal) and v in drawn for v in eqn.invars))
-        ):
-            continue
-        for v in eqn.outvars:
-            if getattr(v.aval, "dtype", None) == np.bool_:
-                marks[v] = Var(v.aval)
-                eqns.append(eqn.replace(primitive=KEPT, invars=[v], outvars=[marks[v]], params={}))
-            else:
-                drawn.add(v)
-    outs = [v if isinstance(v, Literal) else marks.get(v, v) for v in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outs) if marks else jaxpr
+        eqns.append(eqn.replace(invars=marked(eqn.invars)))
+        kept = [v for v in eqn.outvars if v in marks]
+        eqns += [eqn.replace(primitive=KEPT, invars=[v], outvars=[marks[v]], params={}) for v in kept]
+    return jaxpr.replace(eqns=eqns, outvars=marked(jaxpr.outvars))
+
+
+def _masks_of_draws(jaxpr: Jaxpr) -> set[Var]:
+    """Masks made from random draws: one byte each, where a draw has four."""
+    known, drawn, masks = Memo(), set[Var](), set[Var]()
+    for eqn in jaxpr.eqns:
+        if _draws(eqn, known) or (is_cheap(eqn) and not drawn.isdisjoint(_variables(eqn.invars))):
+            for v in eqn.outvars:
+                (masks if getattr(v.aval, "dtype", None) == np.bool_ else drawn).add(v)
+    return masks
+
+
+def _results_as_multiplied(jaxpr: Jaxpr, in_loop: bool) -> set[Var]:
+    """What results of matmuls have become, with a bias, split and transposed, where other matmuls read them.
+
+    There they are in memory. The derivatives of these operations need nothing, so that the results themselves are not
+    kept as well. In a loop, where each value that is kept has a buffer of its own, a result is not split.
+    """
+    readers: dict[Var, list[Any]] = {}
+    for eqn in [*jaxpr.eqns, jaxpr]:
+        for v in _variables(eqn.outvars if eqn is jaxpr else _read_by(eqn)):
+            readers.setdefault(v, []).append(eqn)
+    repeated, ends = set[Var](), set[Var]()
+    for eqn in jaxpr.eqns:
+        is_larger = lambda v, eqn=eqn: size_of(v.aval) < size_of(eqn.outvars[0].aval)
+        if traits_of(eqn.primitive).elementwise and all(v in repeated or is_larger(v) for v in _variables(eqn.invars)):
+            repeated.update(eqn.outvars)
+
+    def followed(v: Var) -> list[Var]:
+        """The variables that it has become where matmuls read it; none, if something else reads one of them."""
+        reading = readers.get(v, [])
+        if all(eqn is not jaxpr and _multiplies(eqn, v) for eqn in reading):
+            return [v]
+        if len(reading) > 1 or reading[0] is jaxpr or not _hands_on(reading[0], v, repeated, in_loop):
+            return []
+        found = [followed(out) for out in reading[0].outvars]
+        return [end for each in found for end in each] if all(found) else []
+
+    for eqn in jaxpr.eqns:
+        if traits_of(eqn.primitive).matmul:
+            ends.update(followed(eqn.outvars[0]))
+            ends -= {*eqn.outvars}
+    return ends
+
+
+def _hands_on(eqn: Any, v: Var, repeated: Set[Var], in_loop: bool) -> bool:
+    """Whether it moves or splits a value, or adds few numbers to it, repeated or not."""
+    traits, others = traits_of(eqn.primitive), set(_variables(_read_by(eqn))) - {v} - repeated
+    moves = traits.keeps_all_entries or traits.passes_on or (eqn.primitive is lax.split_p and not in_loop)
+    dtypes = {getattr(out.aval, "dtype", None) for out in (v, *eqn.outvars)}
+    return (moves or traits.sum) and len(dtypes) == 1 and all(size_of(u.aval) < size_of(v.aval) for u in others)
+
+
+def _multiplies(eqn: Any, v: Var) -> bool:
+    """Whether a matmul reads an operand in the order that it has. XLA turns others, and writes them again."""
+    if eqn.primitive is not lax.dot_general_p:
+        return traits_of(eqn.primitive).matrix_unit
+    _, batch = eqn.params["dimension_numbers"]
+    in_order = [tuple(axes) == tuple(range(len(axes))) for axes in batch]
+    return all(fits for operand, fits in zip(eqn.invars, in_order, strict=True) if operand is v)
+
+
+def _read_by(eqn: Any) -> Sequence[Any]:
+    """The operands of an equation. A cast, or the like, only asks about others than the first."""
+    return eqn.invars[:1] if traits_of(eqn.primitive).passes_on else eqn.invars
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def _draws(eqn: Any, known: Memo) -> bool:

@@ -102,6 +102,43 @@ def test_a_comparison_is_made_again_from_the_result_of_the_matmul(act):
     assert kept(amp, PARAMS, X) == [((ROWS, 2 * WIDTH), "bfloat16")]
 
 
+def with_one_matmul(params, x, heads=2):
+    """A transformer's attention, with one matmul for queries, keys and values."""
+    x = jnp.tanh(x @ params["up"]) @ params["down"]
+    mixed = jnp.tanh(x) @ params["mix"] + params["offset"]
+    queries, keys, values = (part.reshape(ROWS, heads, -1).swapaxes(0, 1) for part in jnp.split(mixed, 3, -1))
+    shares = jax.nn.softmax(queries @ keys.swapaxes(1, 2))
+    return x + (shares @ values).swapaxes(0, 1).reshape(x.shape) @ params["out"]
+
+
+def gated(params, x):
+    x = jnp.tanh(x @ params["up"]) @ params["down"]
+    a, b, c = jnp.split(jnp.tanh(x) @ params["mix"] + params["offset"], 3, -1)
+    return x + (jnp.sin(a) * jax.nn.sigmoid(b) * c) @ params["out"]
+
+
+HEADS = 2, ROWS, WIDTH // 2
+MIX = {
+    "mix": normal(20, WIDTH, 3 * WIDTH, scale=0.1),
+    "offset": normal(21, 3 * WIDTH, scale=0.1),
+    "out": normal(22, WIDTH, WIDTH),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [(with_one_matmul, [HEADS, HEADS[:1] + HEADS[:0:-1], HEADS]), (gated, [])],
+    ids=["multiplied", "read one by one"],
+)
+def test_results_of_matmuls_are_kept_as_other_matmuls_read_them(layer, expected):
+    params, loss = PARAMS | MIX, lambda *args: jnp.sum(layer(*args) ** 2)
+    amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16)
+    marked = [eqn for eqn in equations(jax.make_jaxpr(amp)(params, X)) if eqn.primitive.name == "kept"]
+    shapes = [eqn.invars[0].aval.shape for eqn in marked]
+    assert sorted(s for s in shapes if math.prod(s) == ROWS * WIDTH and len(s) == 3) == sorted(expected)
+    assert_near(jax.jit(jax.grad(amp))(params, X), in_float64(jax.grad(loss), params, X), 5e-2)
+
+
 def residual(params, x):
     x = jnp.tanh(x @ params["up"]) @ params["down"]
     for _ in range(3):

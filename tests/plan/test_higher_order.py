@@ -85,7 +85,7 @@ def _multiplied_in_batches(size, in_batched, x, w):
 
 
 def test_a_custom_vmap_is_entered_and_so_is_its_rule():
-    fn = lambda x, w: jnp.tanh(multiplied(x, w)[0]) * multiplied(x, w)[1]
+    fn = lambda x, w: jnp.tanh(multiplied(x, w)[0]) * multiplied(2 * x, w)[1]
     assert matmuls(AMP(lambda x: fn(x, W)), W[0]) == [LOW, LOW]
     want = jnp.tanh(W @ W) * jnp.sum(W)
     mapped = {
