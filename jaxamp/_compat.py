@@ -263,6 +263,16 @@ def more_jitted(params: dict[str, Any], count: int) -> dict[str, Any]:
     return {**params, **{name: (*params[name], *[value] * count) for name, value in more.items()}}
 
 
+def places_nothing(eqn: Any) -> bool:
+    """Whether a jitted function says nothing of where its operands and results lie, nor how it is compiled."""
+    from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]  # private in 0.10 to 0.12
+
+    params = eqn.params
+    shardings, layouts = (params[f"in_{what}"] + params[f"out_{what}"] for what in ("shardings", "layouts"))
+    is_plain = all(x is UNSPECIFIED for x in shardings) and all(x is None for x in layouts)
+    return is_plain and not params["compiler_options_kvs"]
+
+
 @functools.cache
 def primitives() -> dict[str, Primitive]:
     """All primitives of JAX by name. `jax.extend.core.primitives` lacks a third of them (0.10 to 0.12)."""

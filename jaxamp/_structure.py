@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax import lax
 
-from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr
+from ._compat import Jaxpr, Literal, Var, consts_of, inside_hi, open_jaxpr, places_nothing, scopes
 from ._jaxpr import Memo
 from ._traits import traits_of
 from ._traits.traits import NONE
@@ -47,7 +48,7 @@ def structure_of(jaxpr: Jaxpr) -> Structure | None:
         return None
 
 
-def operation_key(eqn: Any) -> Hashable | None:
+def operation_key(eqn: Any) -> tuple[Any, Any, Any] | None:
     """Equal for equations that compute the same of the same operands; None if that can't be said."""
     if eqn.effects or traits_of(eqn.primitive) is NONE or _is_random(eqn):
         return None
@@ -55,6 +56,60 @@ def operation_key(eqn: Any) -> Hashable | None:
         return eqn.primitive, _params(eqn, Memo()), eqn.ctx
     except _NotPlainError:
         return None
+
+
+class Numbering:
+    """Numbers for the values of a jaxpr: values of one number are equal.
+
+    Those in scopes of other names, or in other contexts, have other numbers, since policies name scopes; unless only
+    the numbers that an array holds count.
+    """
+
+    def __init__(self, only_values: bool = False) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._only_values = only_values
+
+    def results(self, eqn: Any, numbers: dict[Var, int], path: tuple[str, ...] = ()) -> list[int]:
+        """The numbers of an equation's results; `numbers` has those of variables.
+
+        A jitted function has the numbers of its body: an activation is one operation, and several in a derivative.
+        """
+        path += () if self._only_values else scopes(eqn.source_info.name_stack)
+        operands = [self.of(v, numbers) for v in eqn.invars]
+        if traits_of(eqn.primitive).plain_call and not eqn.effects and places_nothing(eqn):
+            body = eqn.params["jaxpr"]
+            inside = open_jaxpr(body)
+            own = dict(zip(inside.invars, operands, strict=True))
+            own |= {v: self._number(id(x)) for v, x in zip(inside.constvars, consts_of(body), strict=True)}
+            for inner in inside.eqns:
+                own.update(zip(inner.outvars, self.results(inner, own, path), strict=True))
+            return [self.of(v, own) for v in inside.outvars]
+        if eqn.primitive in _COMMUTE:
+            operands.sort()
+        operation = operation_key(eqn)
+        if operation is None:
+            return [self._number(object()) for _ in eqn.outvars]
+        if self._only_values:
+            primitive, params, _ = operation
+            if primitive is lax.broadcast_in_dim_p:
+                params = tuple((name, value) for name, value in params if name != "sharding")
+            avals: Any = [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+            key: Hashable = (primitive, params, *operands)
+        else:
+            avals, key = [v.aval for v in eqn.outvars], (operation, *operands, path)
+        return [self._number((key, i, aval)) for i, aval in enumerate(avals)]
+
+    def of(self, atom: Any, numbers: dict[Var, int]) -> int:
+        """The number of a variable or a literal."""
+        if isinstance(atom, Literal):  # by its bits: NaN is not equal to itself, and -0 is equal to 0
+            return self._number((atom.aval, np.asarray(atom.val).tobytes()))
+        return numbers[atom] if atom in numbers else self._number(atom)
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+_COMMUTE = frozenset((lax.add_p, lax.mul_p))
 
 
 def _is_random(eqn: Any) -> bool:

@@ -8,18 +8,16 @@ Only matmuls, and what reads the result of one that was merged. Other operations
 cost little, and the passes that come next read them where they are.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jec
-import numpy as np
 
-from .._compat import Jaxpr, Literal, Var, consts_of, open_jaxpr, scopes, with_equations
+from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations
 from .._jaxpr import Memo
 from .._plan.bodies import with_replaced_bodies
-from .._plan.classify import Path
 from .._plan.higher_order import describe
-from .._structure import operation_key
+from .._structure import Numbering
 from .._traits import traits_of
 
 
@@ -38,7 +36,7 @@ class _Body:
     def __init__(self, body: Any) -> None:
         self.body = body
         self.eqns: list[Any] = []
-        self.numbers: dict[Hashable, int] = {}
+        self.numbering = Numbering()
         self.first: dict[int, Var] = {}  # variable of a number
         self.merged_into: dict[Var, Var] = {}
         self.repeated: set[int] = set()  # in `eqns`: those whose results there were before
@@ -46,7 +44,7 @@ class _Body:
     def merged(self, jaxpr: Jaxpr, known: Memo) -> Jaxpr:
         numbers: dict[Var, int] = {}
         for eqn in self.body.eqns:
-            results = self._results(eqn, numbers, ())
+            results = self.numbering.results(eqn, numbers)
             numbers.update(zip(eqn.outvars, results, strict=True))
             self._add(_with_merged_bodies(eqn, known), results)
         outs = [self._atom(v) for v in self.body.outvars]
@@ -71,33 +69,6 @@ class _Body:
         self.eqns.append(eqn if same else eqn.replace(invars=invars))
         for v, number in read:
             self.first.setdefault(number, v)
-
-    def _results(self, eqn: Any, numbers: dict[Var, int], path: Path) -> list[int]:
-        """The numbers of an equation's results. Values in scopes of other names are not equal: policies name scopes.
-
-        A jitted function has the numbers of its body: an activation is one operation, and several in a derivative.
-        """
-        path += scopes(eqn.source_info.name_stack)
-        operands = [self._number_of(v, numbers) for v in eqn.invars]
-        if traits_of(eqn.primitive).plain_call and not eqn.effects:
-            (body,) = jec.jaxprs_in_params(eqn.params)
-            inside = open_jaxpr(body)
-            own = dict(zip(inside.invars, operands, strict=True))
-            own |= {v: self._number(id(x)) for v, x in zip(inside.constvars, consts_of(body), strict=True)}
-            for inner in inside.eqns:
-                own.update(zip(inner.outvars, self._results(inner, own, path), strict=True))
-            return [self._number_of(v, own) for v in inside.outvars]
-        operation = operation_key(eqn)
-        key = object() if operation is None else (operation, *operands, path)
-        return [self._number((key, i, v.aval)) for i, v in enumerate(eqn.outvars)]
-
-    def _number(self, key: Hashable) -> int:
-        return self.numbers.setdefault(key, len(self.numbers))
-
-    def _number_of(self, atom: Any, numbers: dict[Var, int]) -> int:
-        if isinstance(atom, Literal):  # by its bits: NaN is not equal to itself, and -0 is equal to 0
-            return self._number((atom.aval, np.asarray(atom.val).tobytes()))
-        return numbers[atom] if atom in numbers else self._number(atom)
 
     def _atom(self, v: Any) -> Any:
         return v if isinstance(v, Literal) else self.merged_into.get(v, v)

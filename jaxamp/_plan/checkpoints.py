@@ -60,6 +60,9 @@ def _masks_of_draws(jaxpr: Jaxpr) -> set[Var]:
     return masks
 
 
+_LONGEST = 50  # operations between two matmuls
+
+
 def _results_as_multiplied(jaxpr: Jaxpr, in_loop: bool) -> set[Var]:
     """What results of matmuls have become, with a bias, split and transposed, where other matmuls read them.
 
@@ -76,14 +79,14 @@ def _results_as_multiplied(jaxpr: Jaxpr, in_loop: bool) -> set[Var]:
         if traits_of(eqn.primitive).elementwise and all(v in repeated or is_larger(v) for v in _variables(eqn.invars)):
             repeated.update(eqn.outvars)
 
-    def followed(v: Var) -> list[Var]:
+    def followed(v: Var, way: int = _LONGEST) -> list[Var]:
         """The variables that it has become where matmuls read it; none, if something else reads one of them."""
-        reading = readers.get(v, [])
+        reading = readers.get(v, []) if way else [jaxpr]
         if all(eqn is not jaxpr and _multiplies(eqn, v) for eqn in reading):
             return [v]
         if len(reading) > 1 or reading[0] is jaxpr or not _hands_on(reading[0], v, repeated, in_loop):
             return []
-        found = [followed(out) for out in reading[0].outvars]
+        found = [followed(out, way - 1) for out in reading[0].outvars]
         return [end for each in found for end in each] if all(found) else []
 
     for eqn in jaxpr.eqns:

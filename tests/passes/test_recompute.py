@@ -514,3 +514,13 @@ def test_a_cross_entropy_keeps_low_logits(low, loss, bias):
     assert large.count(jnp.dtype(low).name) == 1
     found, expected = jax.jit(jax.grad(amp))(w, x, y), in_float64(jax.grad(fn), w, x, y)
     assert_near(found if bias else found["w"], expected if bias else expected["w"], 2e-2)
+
+
+def test_chains_of_many_sums_between_matmuls_are_differentiated():
+    def loss(w):
+        h = w @ w
+        for _ in range(300):
+            h = h + w[0]
+        return jnp.sum(jax.nn.gelu(h @ w))
+
+    assert jax.eval_shape(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), normal(0, 8, 8)).shape == (8, 8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import equations, error, in_float64, normal
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxamp
 from jaxamp._passes.repeats import merge_repeats
@@ -177,6 +178,26 @@ def test_effects_happen_as_often_as_they_are_written():
 def test_bodies_are_rewritten(around):
     fn = lambda w, x: jnp.sum(around(lambda h: jnp.tanh(h @ w) * jnp.cos(h @ w))(x))
     assert before_and_after(fn, W[1], normal(4, 8, 16)) == (2, 1)
+
+
+def test_arrays_that_a_jitted_function_closes_over_may_be_multiplied():
+    inner = jax.jit(lambda x: jnp.tanh(x @ W[1]) @ W[1])
+    loss = lambda x: jnp.sum(inner(x) + inner(x) * x)
+    found = jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16))(W[1])
+    written_out = lambda x, w: jnp.sum(jnp.tanh(x @ w) @ w * (1 + x))
+    assert error(found, in_float64(jax.grad(written_out), W[1], W[1])) < 2e-2
+
+
+def test_results_lie_where_each_function_puts_them():
+    """Jitted functions that compute the same are not merged if they put their results on other devices."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+    def twice(x):
+        placed = lambda spec: jax.jit(lambda x: x @ W[1], out_shardings=NamedSharding(mesh, spec))(x)
+        return placed(PartitionSpec("d")), placed(PartitionSpec())
+
+    outs = jax.jit(jaxamp.amp(twice, compute_dtype=jnp.bfloat16))(W[1])
+    assert [out.sharding.spec for out in outs] == [PartitionSpec("d"), PartitionSpec()]
 
 
 def test_results_of_the_function_may_be_one_value():
