@@ -24,6 +24,7 @@ from .negated_lookups import write_negated_lookups
 from .norms import round_norm_cotangents
 from .pools import pool_by_places
 from .recompute import recompute
+from .recurrences import derive_recurrences
 from .repeats import merge_repeats
 from .round_in_loops import round_in_loops
 from .round_once import round_once
@@ -42,6 +43,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     align_matmuls,
     low_softmaxes,
     hold_streams_low,
+    derive_recurrences,  # whose sums are held low
     round_early,
     keep_activations,
     pool_by_places,

@@ -19,7 +19,7 @@ that its result has their error, although it is computed in float32.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
-But the cotangents of decays are rounded, since errors in these only add up.
+`recurrences.py` makes one operation of all of them.
 """
 
 import functools
@@ -65,21 +65,17 @@ def hold_streams_low(plan: Plan) -> Plan:
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
     written = {i for i in changed if i in wide_for_all | pooled or asked(i, _goes_on)}
-    decays = _decays(plan, wide, readers, {plan.eqns[i].outvars[0].aval.shape for i in wide_for_all & changed.keys()})
     plan = plan.with_steps(changed)
-
-    def held(i: int) -> Part:
-        return Written((i,), i, i in written, i not in pooled) if i in written or i in decays else i
-
-    return plan._replace(parts=map_steps(plan.parts, held))
+    return plan._replace(
+        parts=map_steps(plan.parts, lambda i: Written((i,), i, i not in pooled) if i in written else i)
+    )
 
 
 class Written(NamedTuple):
-    """An operation whose result, or its cotangent, or both are written to memory once, rounded."""
+    """An operation whose result is written to memory once, rounded, and perhaps its cotangent, too."""
 
     parts: tuple[Part, ...]
     last: int
-    value: bool
     cotangent: bool
 
     def with_parts(self, parts: tuple[Part, ...]) -> "Written":
@@ -90,7 +86,7 @@ class Written(NamedTuple):
         ((var, value),) = plan.values_of(self.last)
         low = plan.setting.formats.compute_dtype
         with runner.at(plan, self.last):
-            x = materialize(env.read(var), low) if self.value else env.read(var)
+            x = materialize(env.read(var), low)
             env.write(var, materialize_cotangent(x, low, row_major=False) if self.cotangent else x, value)
 
 
@@ -219,34 +215,6 @@ def _is_wide_for_all(plan: Plan, i: int, readers: list[Reader]) -> bool:
     return plan.steps[i].mode is Mode.AS_WRITTEN and not any(map(_is_low, readers))
 
 
-def _decays(plan: Plan, wide: Collection[int], readers: Readers, shapes: Collection[Any]) -> set[int]:
-    """Decays that have one of these shapes: products of two parts of one value, as of neighbours in time.
-
-    And, where that value is an exponential of something repeated, such as a rate for each of several states, what it
-    is an exponential of: XLA would write the cotangent of that in float32, for the sums over the states and over time.
-    """
-    products = {i for i in wide if plan.eqns[i].primitive is lax.mul_p and plan.eqns[i].outvars[0].aval.shape in shapes}
-    whole: dict[Var, Any] = {}  # of its parts
-    for eqn in plan.eqns if products else []:
-        if eqn.primitive is lax.slice_p:
-            whole[eqn.outvars[0]] = eqn.invars[0]
-    of = {i: [None if isinstance(v, Literal) else whole.get(v) for v in plan.eqns[i].invars] for i in products}
-    decays = {i for i in products if None not in of[i] and len(set(of[i])) == 1}
-    makers = {plan.eqns[i].outvars[0]: i for i in wide}
-    first = {makers[v] for i in decays for v in of[i] if v in makers}
-    return decays | {place for i in first for place in _exponent(plan, plan.eqns[i], makers, readers)}
-
-
-def _exponent(plan: Plan, eqn: Any, makers: dict[Var, int], readers: Readers) -> list[int]:
-    """The operation whose result an exponential alone reads, if its operands are repeated: they sum its cotangent."""
-    v = eqn.invars[0]
-    if len(eqn.invars) != 1 or not is_expensive(eqn) or len(readers.get(v, ())) != 1 or v not in makers:
-        return []
-    sizes = {e.outvars[0]: size_of(e.invars[0].aval) for e in plan.eqns if e.primitive is lax.broadcast_in_dim_p}
-    operands = [atom for atom in plan.eqns[makers[v]].invars if not isinstance(atom, Literal)]
-    return [makers[v]] if all(sizes.get(atom, size_of(atom.aval)) < size_of(v.aval) for atom in operands) else []
-
-
 def _is_large(atom: Any, out: Var) -> bool:
     return not isinstance(atom, Literal) and size_of(atom.aval) == size_of(out.aval) > 1
 
@@ -373,9 +341,10 @@ def _is_transformed(eqn: Any, inside: list[bool] | None, own: Sequence[Any], kno
 
 
 def _is_product_of(eqn: Any, variables: Collection[Var]) -> bool:
-    """Whether it is one of these variables times, or divided by, something."""
+    """Whether it is one of these variables times, or divided by, something; an outer product counts."""
     traits = traits_of(eqn.primitive)
-    if not (traits.product or (traits.matmul and is_complex(eqn.outvars[0].aval))):
+    is_outer = eqn.primitive is lax.dot_general_p and not any(eqn.params["dimension_numbers"][0])
+    if not (traits.product or is_outer or (traits.matmul and is_complex(eqn.outvars[0].aval))):
         return False
     factors = eqn.invars[:1] if eqn.primitive is lax.div_p else eqn.invars
     return any(not isinstance(v, Literal) and v in variables for v in factors)

@@ -107,26 +107,15 @@ def test_gradients_are_about_as_near_to_float64_as_without_the_pass(low, net):
     assert with_it < min(1.6 * without, by_hand)
 
 
-def recurrence(w, x, decay=1.0):
+def recurrence(w, x):
     """As in a state space: values that decay are summed along the sequence, in parallel."""
     values, rates = jnp.split(jax.nn.silu(x @ w), 2, -1)
-    keep = jnp.exp(-decay * jax.nn.softplus(rates))
     later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
-    _, held = lax.associative_scan(later, (keep, values * jnp.sqrt(1 - keep**2 + 1e-6)), axis=1)
+    _, held = lax.associative_scan(later, (jnp.exp(-jax.nn.softplus(rates)), values), axis=1)
     return jnp.mean((held @ w[:4, :4]) ** 2)
 
 
 SEQUENCE = normal(7, 2, 64, 8)
-
-
-@pytest.mark.parametrize("decay", [1.0, 0.05])
-def test_gradients_of_a_recurrence_are_near_to_float64(decay):
-    loss = functools.partial(recurrence, decay=decay)
-    found = jax.jit(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)))(W, SEQUENCE)
-    cast = jax.jit(jax.grad(lambda w, x: loss(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)))
-    expected = in_float64(jax.grad(loss), W, SEQUENCE)
-    error, by_hand = (np.linalg.norm(g - expected) / np.linalg.norm(expected) for g in (found, cast(W, SEQUENCE)))
-    assert error < min(2e-2, 0.8 * by_hand)
 
 
 def test_a_recurrence_keeps_its_values_low_and_its_decays_in_float32():
@@ -137,33 +126,21 @@ def test_a_recurrence_keeps_its_values_low_and_its_decays_in_float32():
     decays = [step.outs[0].is_low for eqn, step in levels if eqn.primitive is lax.exp_p]
     assert decays == [False]
     written = [part for part in plan.parts if not isinstance(part, int)]
-    assert {plan.eqns[part.last].primitive for part in written if part.value} == {lax.add_p}
-    assert [plan.eqns[part.last].primitive for part in written if not part.value] == [lax.mul_p] * 6  # of decays
+    assert {plan.eqns[part.last].primitive for part in written} == {lax.add_p}
 
 
-def test_cotangents_of_other_products_are_not_rounded():
-    halves = lambda w, x: jnp.sum(jnp.exp(x @ w)[:, :4] * jnp.exp(x @ w)[:, 4:]) + recurrence(w, SEQUENCE)
-    plan = hold_streams_low(plan_of(halves, W, X))
-    assert sum(not isinstance(part, int) and not part.value for part in plan.parts) == 6
-
-
-def selective(w, x):
-    """As in Mamba: each rate is that of several states, so that its gradient is a sum."""
-    values, rates = jnp.split(jax.nn.silu(x @ w), 2, -1)
-    keep = jnp.exp(-jax.nn.softplus(rates)[..., None] * jnp.arange(1.0, 4.0))
+def of_outer_products(w, x):
+    """As Mamba's: what is added at each step is an outer product, by `einsum`."""
+    values = x @ w
+    added = jnp.einsum("btd,btn->btdn", values, values[..., :3])
     later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
-    _, held = lax.associative_scan(later, (keep, (1 - keep) * values[..., None]), axis=1)
-    return jnp.mean((jnp.sum(held, -1) @ w[:4, :4]) ** 2)
+    return jnp.mean(lax.associative_scan(later, (jax.nn.sigmoid(added), added), axis=1)[1])
 
 
-def test_the_cotangent_of_repeated_rates_is_written_rounded():
-    plan = hold_streams_low(plan_of(selective, W, SEQUENCE))
-    rounded = [part.last for part in plan.parts if not isinstance(part, int) and not part.value]
-    assert [plan.eqns[i].primitive for i in rounded] == [lax.mul_p] * 7
-    assert [reader.place for reader in plan.readers()[plan.eqns[rounded[0]].outvars[0]]] == [rounded[0] + 1]
-    assert plan.eqns[rounded[0] + 1].primitive is lax.exp_p
-    found = jax.jit(jax.grad(jaxamp.amp(selective, compute_dtype=jnp.bfloat16)))(W, SEQUENCE)
-    assert error(found, in_float64(jax.grad(selective), W, SEQUENCE)) < 2e-2
+def test_an_outer_product_of_rounded_values_is_rounded():
+    plan = hold_streams_low(plan_of(of_outer_products, W, SEQUENCE))
+    summed = [s.outs[0].is_low for eqn, s in zip(plan.eqns, plan.steps, strict=True) if eqn.primitive is lax.add_p]
+    assert sum(summed) > 5
 
 
 def _joins(eqn):
@@ -432,7 +409,7 @@ POOLED = {
 def test_an_activation_that_is_pooled_is_written_low(fn):
     plan = plan_of(fn, FILTERS, IMAGE, passes=(hold_streams_low,))
     written = [part for part in plan.parts if not isinstance(part, int)]
-    assert [(part.value, part.cotangent) for part in written] == [(True, False)] * 2
+    assert [part.cotangent for part in written] == [False] * 2
     assert all(plan.steps[part.last].outs[0].is_low for part in written)
 
 
