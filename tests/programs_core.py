@@ -246,7 +246,7 @@ def _register_activations() -> None:
         def fn(x, a, b, family=family):
             return [activation(x @ a) @ b for activation in family]
 
-        PROGRAMS.append(Program(name, fn, MLP, low=2 * len(family)))
+        PROGRAMS.append(Program(name, fn, MLP, low=1 + len(family)))  # `x @ a` is computed once
 
 
 _register_activations()

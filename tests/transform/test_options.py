@@ -33,6 +33,8 @@ def network(w, b, x):
     h = jax.lax.scan(lambda h, x: (jnp.tanh(h @ w) * x, None), h, jnp.stack([h] * 2))[0] @ w
     shared = jax.nn.relu(h @ w) @ w
     h = jax.lax.map(lambda row: jnp.sum((shared * row) @ w, 0), jnp.concatenate([h, h]))[:4]
+    later = lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1])
+    h = jax.lax.associative_scan(later, (jnp.exp(-(h**2)), h @ w))[1] @ w
     h = jax.lax.fori_loop(0, 2, lambda _, h: jnp.sin(h @ w), h)
     with jax.named_scope("quantized"):
         h = jax.lax.scan(lambda h, _: (jnp.sin(h @ w), None), h, length=2)[0]
