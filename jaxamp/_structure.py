@@ -86,6 +86,8 @@ class Numbering:
             return [self.of(v, own) for v in inside.outvars]
         if eqn.primitive in _COMMUTE:
             operands.sort()
+        if self._only_values and is_marked_varying(eqn):
+            return operands
         operation = operation_key(eqn)
         if operation is None:
             return [self._number(object()) for _ in eqn.outvars]
@@ -107,6 +109,11 @@ class Numbering:
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
+
+
+def is_marked_varying(eqn: Any) -> bool:
+    """Whether its result is its operand, of which `shard_map` then knows that it differs from device to device."""
+    return eqn.primitive.name == "pvary"
 
 
 _COMMUTE = frozenset((lax.add_p, lax.mul_p))

@@ -10,9 +10,12 @@ levels made, in several arrays of the size of `x`, although the derivative is a 
 A recurrence is recognised by its values: JAX's `associative_scan` is traced for operands like the user's, and if it
 makes a value that the program makes as well, that is the recurrence. So the order of factors and of summands does not
 matter, nor do reversed, mapped or broadcast operands. Only where the sums are held low (`streams.py`). The decays stay
-in float32, unless they are exponentials: then the logarithms are rounded, and those of neighbours are added.
+in float32, unless they are exponentials of what can't be positive: then the logarithms are rounded, and those of
+neighbours are added. Logarithms that may be positive are not rounded, since errors of large ones, which later ones
+undo, would stay.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._compat import Literal, Var, open_jaxpr
+from .._formats import Format
 from .._jaxpr import bind
+from .._plan.bodies import functions_in
 from .._plan.classify import Mode
-from .._plan.plan import Environment, Part, Plan, Readers, Runner, Step
+from .._plan.plan import Environment, Part, Plan, Readers, Runner, Step, identity
 from .._plan.sensitivity import FREE, POSITION, Sensitivity
+from .._plan.signs import SignsOf
 from .._primitives.barriers import materialize_cotangent
 from .._primitives.recurrence import linear_recurrence
-from .._structure import Numbering
+from .._structure import Numbering, is_marked_varying
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 
@@ -39,16 +45,14 @@ def derive_recurrences(plan: Plan) -> Plan:
     pairs = list(_pairs(plan))
     if not pairs:
         return plan
-    values, readers, taken = _Values(plan), plan.readers(), set[int]()
+    search, inside = _Search(plan), set[int]()
     regions: list[Recurrence] = []
     for pair in pairs:
-        if values.made.get(pair.x) in taken:  # a level of one that was found
-            continue
-        tried = (_recurrence(plan, pair, values, readers, how) for how in _HOW)
-        found = next((region for region in tried if region is not None), None)
-        if found is not None:
-            regions.append(found)
-            taken.update(_steps_of(found.parts))
+        for how in _HOW:
+            for found, own in search.recurrences(pair, how):
+                if inside.isdisjoint(own):
+                    regions.append(found)
+                    inside |= own
     return plan.with_regions(regions)
 
 
@@ -61,6 +65,7 @@ class Recurrence(NamedTuple):
     x: Var
     axis: int
     logarithmic: bool  # whether `decays` are logarithms
+    again: tuple[int, ...]  # low operations that make the decays, and are run in float32 for these
     moves: tuple[int, ...]  # what is done to logarithms before they are those of the decays
     rounds: bool  # whether logarithms may be rounded
     repeats: bool  # and are made of few numbers, so that their cotangent is written, rounded, and summed for these
@@ -73,7 +78,7 @@ class Recurrence(NamedTuple):
         low = plan.setting.formats.low
         ((var, value),) = plan.values_of(self.last)
         with runner.at(plan, self.last):
-            decays, x = env.read(self.decays, low if self.rounds else None), env.read(self.x, low)
+            decays, x = env.read(self.decays, low) if self.rounds else self._exact(plan, env), env.read(self.x, low)
             for i in self.moves:
                 (decays,) = bind(plan.eqns[i], [decays])
             if self.repeats:
@@ -81,6 +86,19 @@ class Recurrence(NamedTuple):
             decays = lax.expand_dims(decays, range(x.ndim - decays.ndim))
             y = linear_recurrence(decays, x, self.axis, self.logarithmic, self.by_pairs)
         env.write(var, y, value._replace(format=low))
+
+    def _exact(self, plan: Plan, env: Environment) -> Any:
+        """The decays or logarithms as they are written, in float32."""
+        made: dict[Var, Any] = {}
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, Literal):
+                return atom.val
+            return made[atom] if atom in made else env.read(atom, Format(atom.aval.dtype))
+
+        for i in self.again:
+            made.update(zip(plan.eqns[i].outvars, bind(plan.eqns[i], [read(v) for v in plan.eqns[i].invars]), strict=True))
+        return read(self.decays)
 
 
 # -- where one may be
@@ -95,27 +113,33 @@ class _Pair(NamedTuple):
     mapped: int  # how many axes in front `vmap` has added to `x` alone
 
 
-def _pairs(plan: Plan) -> Iterator[_Pair]:
-    """What might be the operands of an `associative_scan`."""
-    starts: dict[tuple[Any, int], set[int]] = {}
-    halves: dict[Var, int] = {}  # every second entry along an axis
+def _pairs(plan: Plan) -> list[_Pair]:
+    """What might be the operands of an `associative_scan`: an operation reads one's first half, and the other's second.
+
+    The halves are every second entry along an axis. They may be moved before, and an exponential of one may be taken.
+    """
+    halves: dict[Var, tuple[Var, int, int]] = {}  # of which variable, along which axis, from which entry on
     inner: set[tuple[Var, int]] = set()  # made of halves: levels, and no beginnings
+    later: dict[Var, int] = {}  # halves of these, along which axis
+    pairs: dict[_Pair, None] = {}
     for eqn in plan.eqns:
         found = _half(eqn)
-        if found is None:
-            axes = {halves[v] for v in eqn.invars if not isinstance(v, Literal) and v in halves}
-            inner.update((v, axis) for axis in axes for v in eqn.outvars)
+        if found is not None:
+            if (eqn.invars[0], found[0]) in inner:
+                later[eqn.outvars[0]] = found[0]
+            else:
+                halves[eqn.outvars[0]] = (eqn.invars[0], *found)
             continue
-        axis, start = found
-        halves[eqn.outvars[0]] = axis
-        if (eqn.invars[0], axis) not in inner:
-            starts.setdefault((eqn.invars[0], axis), set()).add(start)
-    wholes = [key for key, both in starts.items() if both == {0, 1}]
-    for decays, axis in wholes:
-        for x, other in wholes:
+        inner.update((v, later[u]) for u in eqn.invars if not isinstance(u, Literal) and u in later for v in eqn.outvars)
+        read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in halves))
+        inner.update((v, axis) for axis in {halves[v][1] for v in read} for v in eqn.outvars)
+        if len(read) == 1 and (eqn.primitive in _MOVE or eqn.primitive is lax.exp_p or is_marked_varying(eqn)):
+            halves[eqn.outvars[0]] = halves[read[0]]
+        for (decays, axis, first), (x, other, second) in itertools.permutations(map(halves.__getitem__, read), 2):
             mapped = x.aval.ndim - decays.aval.ndim
-            if x is not decays and other == axis + mapped and _fits(decays, x, axis):
-                yield _Pair(decays, x, other, mapped)
+            if (first, second) == (1, 0) and other == axis + mapped and _fits(decays, x, axis):
+                pairs[_Pair(decays, x, other, mapped)] = None
+    return list(pairs)
 
 
 def _half(eqn: Any) -> tuple[int, int] | None:
@@ -158,20 +182,41 @@ How = Callable[[Pair, Pair], tuple[Any, Any]]
 _HOW: Sequence[How] = (_of_decays, _of_logarithms)
 
 
-class _Values:
-    """The values of a plan, by number."""
+class _Search:
+    """Looks for recurrences in a plan whose values are numbered."""
 
     def __init__(self, plan: Plan) -> None:
-        self.numbering, self.numbers = Numbering(only_values=True), dict[Var, int]()
-        self.first: dict[int, Var] = {}  # that has a number
-        self.made: dict[Var, int] = {}  # by which operation
+        self._plan, self._readers, self._signs = plan, plan.readers(), SignsOf(plan.eqns)
+        self._numbering, self._numbers = Numbering(only_values=True), dict[Var, int]()
+        self._of_number: dict[int, list[Var]] = {}
+        self._makers: dict[Var, int] = {}
+        self._part_of = {step: part for part in plan.parts for step in _steps_of([part])}
+        self._scans: dict[Any, Any] = {}
         for i, eqn in enumerate(plan.eqns):
-            for v, number in zip(eqn.outvars, self.numbering.results(eqn, self.numbers), strict=True):
-                self.numbers[v], self.made[v] = number, i
-                self.first.setdefault(number, v)
+            for v, number in zip(eqn.outvars, self._numbering.results(eqn, self._numbers), strict=True):
+                self._numbers[v], self._makers[v] = number, i
+                self._of_number.setdefault(number, []).append(v)
 
-    def of_scan(self, pair: _Pair, how: How) -> tuple[list[int], set[int]]:
-        """The numbers of an `associative_scan` of a pair: its result and the sums of its first level; and all of it."""
+    def recurrences(self, pair: _Pair, how: How) -> Iterator[tuple[Recurrence, set[int]]]:
+        """The regions of the recurrences of a pair, with their steps."""
+        body = self._scan(pair, how)
+        numbers = {v: self._numbering.of(own, self._numbers) for v, own in zip(body.invars, pair[:2], strict=True)}
+        inside = set[int]()
+        for eqn in body.eqns:
+            results = self._numbering.results(eqn, numbers)
+            numbers.update(zip(eqn.outvars, results, strict=True))
+            inside.update(results)
+        result, first = (numbers[v] for v in body.outvars)
+        for out in self._of_number.get(result, ()):
+            own = self._operations(out, inside)
+            totals = [(v, i) for i in own for v in self._plan.eqns[i].outvars if self._numbers[v] == first]
+            if totals and all(_is_rounded(self._plan, v, i) for v, i in totals):
+                found = self._region(pair, how is _of_logarithms, out, own)
+                if found is not None:
+                    yield found
+
+    def _scan(self, pair: _Pair, how: How) -> Any:
+        """The body of an `associative_scan` of such a pair. It returns the result, and the sums of the first level."""
         n, axis = pair.x.aval.shape[pair.axis], pair.axis - pair.mapped
 
         def scan(*both: Any) -> Any:
@@ -180,41 +225,55 @@ class _Values:
 
         for _ in range(pair.mapped):
             scan = jax.vmap(scan, (None, 0))
-        operands: list[Any] = [v.aval for v in (pair.decays, pair.x)]
-        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
-        body = open_jaxpr(jax.make_jaxpr(scan)(*avals))
-        numbers = {v: self.numbering.of(own, self.numbers) for v, own in zip(body.invars, pair[:2], strict=True)}
-        for eqn in body.eqns:
-            numbers.update(zip(eqn.outvars, self.numbering.results(eqn, numbers), strict=True))
-        return [numbers[v] for v in body.outvars], {numbers[v] for v in numbers if v not in body.invars}
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (pair.decays, pair.x)]
+        key = (how, axis, pair.mapped, *((aval.shape, aval.dtype) for aval in avals))
+        if key not in self._scans:
+            self._scans[key] = open_jaxpr(jax.make_jaxpr(scan)(*avals))
+        return self._scans[key]
 
+    def _operations(self, out: Var, inside: Collection[int]) -> set[int]:
+        """The operations of a scan that made a result, and those that made of their results what nobody asks for."""
+        own, left = set[int](), [self._makers[out]]
+        while left:
+            i = left.pop()
+            eqn = self._plan.eqns[i]
+            is_one = eqn.outvars and not eqn.effects and all(self._numbers[v] in inside for v in eqn.outvars)
+            if i in own or not is_one:
+                continue
+            own.add(i)
+            left += [self._makers[v] for v in eqn.invars if not isinstance(v, Literal) and v in self._makers]
+            places = {reader.place for v in eqn.outvars for reader in self._readers.get(v, ())}
+            left += [place for place in places if place < len(self._plan.eqns)]
+        return own
 
-def _recurrence(plan: Plan, pair: _Pair, values: _Values, readers: Readers, how: How) -> Recurrence | None:
-    """The region of a recurrence of this kind, if there is one, and nothing else reads its sums."""
-    (number, first), inside = values.of_scan(pair, how)
-    if number not in values.first or first not in values.first:
-        return None
-    out, total = values.first[number], values.first[first]
-    last = values.made[out]
-    if not _is_rounded(plan, total, values.made[total]):
-        return None
-    own = {i for i, eqn in enumerate(plan.eqns) if all(values.numbers[v] in inside for v in eqn.outvars)}
-    decays, logarithmic, moves = pair.decays, how is _of_logarithms, list[int]()
-    if not logarithmic and (chain := _exponential(plan, decays, values.made)):
-        decays, logarithmic, moves = plan.eqns[chain[0]].invars[0], True, chain[1:]
-        own.update(chain)
-    needed = _needed(plan, own, last, readers)
-    if _read_any(plan, needed, _made_of(plan, pair.x, own)):
-        return None
-    own -= needed
-    parts = [part for part in plan.parts if not own.isdisjoint(_steps_of([part]))]
-    plain = own.issuperset(_steps_of(parts)) and all(_is_plain(plan.steps[i]) for i in own)
-    if not plain or any(reader.place <= max(own) for reader in readers.get(out, ())):
-        return None
-    rounds = logarithmic and _sensitivity(plan, decays, values.made) is not POSITION
-    repeats, by_pairs = (_is_expanded(plan, v, values.made) for v in (decays, pair.x))
-    how_decays = logarithmic, tuple(moves), rounds, rounds and repeats
-    return Recurrence(tuple(parts), last, decays, pair.x, pair.axis, *how_decays, by_pairs)
+    def _region(self, pair: _Pair, logarithmic: bool, out: Var, own: set[int]) -> tuple[Recurrence, set[int]] | None:
+        """A recurrence of these operations, and the steps that it takes; None if something else reads its sums."""
+        plan, last, decays, moves = self._plan, self._makers[out], pair.decays, list[int]()
+        if not logarithmic:
+            chain = _exponential(plan, decays, self._makers)
+            if chain and self._may_round(plan.eqns[chain[0]].invars[0]):
+                decays, logarithmic, moves = plan.eqns[chain[0]].invars[0], True, chain[1:]
+                own = own.union(chain)
+        needed = _needed(plan, own, last, self._readers)
+        if _read_any(plan, needed, _made_of(plan, pair.x, own)):
+            return None
+        own = own - needed
+        parts = list({identity(self._part_of[i]): self._part_of[i] for i in sorted(own)}.values())
+        is_plain = own.issuperset(_steps_of(parts)) and all(_is_plain(plan.steps[i]) for i in own)
+        if not is_plain or any(reader.place <= max(own) for reader in self._readers.get(out, ())):
+            return None
+        rounds = logarithmic and self._may_round(decays)
+        repeats, by_pairs = (_is_expanded(plan, v, self._makers) for v in (decays, pair.x))
+        again = () if rounds else tuple(sorted(_made_low(plan, decays, self._makers)))
+        how_decays = logarithmic, again, tuple(moves), rounds, rounds and repeats
+        return Recurrence(tuple(parts), last, decays, pair.x, pair.axis, *how_decays, by_pairs), own
+
+    def _may_round(self, logarithms: Any) -> bool:
+        """Whether logarithms of decays may be rounded: none of them is positive, or a position, or asked for exactly."""
+        place = self._makers.get(logarithms)
+        if self._signs(logarithms).above or (place is not None and self._plan.steps[place].is_pinned):
+            return False
+        return _sensitivity(self._plan, logarithms, self._makers) is not POSITION
 
 
 def _exponential(plan: Plan, v: Var, made: dict[Var, int]) -> list[int]:
@@ -252,6 +311,28 @@ def _is_expanded(plan: Plan, x: Var, made: dict[Var, int]) -> bool:
 
 _REPEAT = lax.broadcast_in_dim_p, lax.reshape_p
 _MOVE = *_REPEAT, lax.rev_p, lax.slice_p
+
+
+def _made_low(plan: Plan, v: Var, made: dict[Var, int]) -> set[int]:
+    """The element-wise operations in low precision that made a value: a sigmoid of .999 would be one of 1."""
+    found, left = set[int](), [v]
+    while left:
+        u = left.pop()
+        i = made.get(u)
+        if i is None or i in found or not _is_rounded(plan, u, i):
+            continue
+        if _is_plain(plan.steps[i]) and _is_elementwise(plan.eqns[i]):
+            found.add(i)
+            left += [atom for atom in plan.eqns[i].invars if not isinstance(atom, Literal)]
+    return found
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether it, or each operation of a function such as `jax.nn.sigmoid`, does something to each entry, or moves it."""
+    bodies = [open_jaxpr(body) for body in functions_in(eqn)]
+    if bodies:
+        return all(_is_elementwise(inner) for body in bodies for inner in body.eqns)
+    return traits_of(eqn.primitive).elementwise or eqn.primitive in _MOVE or is_marked_varying(eqn)
 
 
 def _is_rounded(plan: Plan, var: Var, place: int) -> bool:

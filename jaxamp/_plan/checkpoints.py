@@ -79,19 +79,21 @@ def _results_as_multiplied(jaxpr: Jaxpr, in_loop: bool) -> set[Var]:
         if traits_of(eqn.primitive).elementwise and all(v in repeated or is_larger(v) for v in _variables(eqn.invars)):
             repeated.update(eqn.outvars)
 
-    def followed(v: Var, way: int = _LONGEST) -> list[Var]:
-        """The variables that it has become where matmuls read it; none, if something else reads one of them."""
+    def followed(v: Var, way: int = _LONGEST) -> list[Var] | None:
+        """The variables that it has become where matmuls read it; None if something else reads one of them."""
         reading = readers.get(v, []) if way else [jaxpr]
-        if all(eqn is not jaxpr and _multiplies(eqn, v) for eqn in reading):
+        if not reading:
+            return []
+        if all(eqn is not jaxpr and _is_multiplied(eqn, v) for eqn in reading):
             return [v]
         if len(reading) > 1 or reading[0] is jaxpr or not _hands_on(reading[0], v, repeated, in_loop):
-            return []
+            return None
         found = [followed(out, way - 1) for out in reading[0].outvars]
-        return [end for each in found for end in each] if all(found) else []
+        return None if None in found else [end for each in found for end in each or ()]
 
     for eqn in jaxpr.eqns:
         if traits_of(eqn.primitive).matmul:
-            ends.update(followed(eqn.outvars[0]))
+            ends.update(followed(eqn.outvars[0]) or ())
             ends -= {*eqn.outvars}
     return ends
 
@@ -104,7 +106,7 @@ def _hands_on(eqn: Any, v: Var, repeated: Set[Var], in_loop: bool) -> bool:
     return (moves or traits.sum) and len(dtypes) == 1 and all(size_of(u.aval) < size_of(v.aval) for u in others)
 
 
-def _multiplies(eqn: Any, v: Var) -> bool:
+def _is_multiplied(eqn: Any, v: Var) -> bool:
     """Whether a matmul reads an operand in the order that it has. XLA turns others, and writes them again."""
     if eqn.primitive is not lax.dot_general_p:
         return traits_of(eqn.primitive).matrix_unit

@@ -122,20 +122,21 @@ class Plan(NamedTuple):
         """
         if not regions:
             return self
-        taken = {_identity(part) for region in regions for part in region.parts}
-        if missing := taken - {_identity(part) for part in self.parts}:
+        taken = {identity(part) for region in regions for part in region.parts}
+        if missing := taken - {identity(part) for part in self.parts}:
             raise ValueError(
                 f"with_regions got regions of the parts {sorted(map(str, missing))}, which this plan does not have; "
                 "expected parts of `plan.parts`. Another region has taken them: use `map_steps` to change steps inside "
                 "of regions."
             )
-        ends = {_identity(region.parts[-1]): region for region in regions}
-        left = ((part, _identity(part)) for part in self.parts)
+        ends = {identity(region.parts[-1]): region for region in regions}
+        left = ((part, identity(part)) for part in self.parts)
         parts = tuple(ends.get(key, part) for part, key in left if key not in taken or key in ends)
         return self._replace(parts=parts, touched=True)
 
 
-def _identity(part: Part) -> Any:
+def identity(part: Part) -> Any:
+    """Equal for the same part alone. Regions may hold what has no hash."""
     return part if isinstance(part, int) else ("region", id(part))
 
 

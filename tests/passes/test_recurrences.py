@@ -2,15 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import AMP, equations, error, in_float64, kept, normal
 from jax import lax
+from jax.experimental import checkify
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from plans import plan_of
 
 import jaxamp
 from jaxamp._passes.recurrences import Recurrence, derive_recurrences
 from jaxamp._passes.streams import hold_streams_low
 
+primitives_of = lambda jaxpr: [eqn.primitive.name for eqn in equations(jaxpr)]
 W, X = normal(0, 8, 16, scale=0.4), normal(1, 2, 37, 8)
 
 
@@ -218,3 +223,119 @@ def test_layers_in_a_loop():
 def test_it_can_be_switched_off():
     amp = AMP(gated, disable_passes=["derive_recurrences"])
     assert "linear_recurrence" not in names(amp, W, X)
+
+
+# -- what must stay, and what else may be there
+
+
+def with_effect(effect):
+    def fn(w, x):
+        values, rates = jnp.split(x @ w, 2, -1)
+        keep = jnp.exp(-jax.nn.softplus(rates))
+        effect(values)
+        return jnp.mean((lax.associative_scan(later, (keep, values), axis=1)[1] @ w) ** 2)
+
+    return fn
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_effects_before_a_recurrence_stay(ordered):
+    seen = []
+    fn = with_effect(lambda x: jax.debug.callback(lambda x: seen.append(x.shape), x, ordered=ordered))
+    jax.jit(AMP(fn))(W, X)
+    jax.effects_barrier()
+    assert seen == [(2, 37, 8)]
+    assert "linear_recurrence" in primitives_of(jax.make_jaxpr(AMP(fn))(W, X))
+
+
+def test_checks_before_a_recurrence_stay():
+    fn = with_effect(lambda x: checkify.check(jnp.all(x > 1e9), "too small"))
+    error, _ = checkify.checkify(AMP(fn))(W, X)
+    assert "too small" in str(error.get())
+
+
+def shared_values(w, x):
+    """Two recurrences of the same values, one of them twice, and one of the other's result."""
+    values, rates = jnp.split(x @ w, 2, -1)
+    both = [jnp.exp(-jax.nn.softplus(scale * rates)) for scale in (1.0, 0.3)]
+    scan = lambda keep, values: lax.associative_scan(later, (keep, values), axis=1)[1]
+    held = [scan(keep, values) for keep in (*both, both[0])]
+    return jnp.mean(((sum(held[1:], start=held[0]) + scan(both[0], held[1])) @ w) ** 2)
+
+
+def test_recurrences_may_share_their_operands():
+    assert primitives_of(jax.make_jaxpr(AMP(shared_values))(W, X)).count("linear_recurrence") == 4
+    gradient = jax.grad(shared_values)
+    assert error(jax.grad(AMP(shared_values))(W, X), in_float64(gradient, W, X)) < 0.02
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_recurrences_on_devices_of_their_own(mapped):
+    """`shard_map` then says of which values it knows that they differ: of each that something is padded with, too."""
+    fn = as_s5 if mapped else gated
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("d",))
+    on_each = jax.shard_map(
+        lambda w, x: AMP(fn)(w, x)[None], mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"), check_vma=True
+    )
+    found = primitives_of(jax.make_jaxpr(lambda w, x: on_each(w, x).sum())(W, X))
+    assert found.count("linear_recurrence") == 1
+    gradient = jax.jit(jax.grad(lambda w, x: on_each(w, x).sum()))
+    assert error(gradient(W, X), in_float64(jax.grad(fn), W, X)) < 0.02
+
+
+def undone(w, x):
+    """Decays far above one, which later ones undo."""
+    values, rates = jnp.split(x @ w, 2, -1)
+    signs = jnp.where(jnp.arange(x.shape[1])[:, None] % 2 == 0, 1.0, -1.0)
+    keep = jnp.exp(signs * (7 + jnp.tanh(rates)))
+    held = lax.associative_scan(later, (keep, values), axis=1)[1]
+    return jnp.mean((held / jnp.where(signs > 0, 1e3, 1.0) @ w[:, :8]) ** 2)
+
+
+def by_exact_logarithms(w, x):
+    values, rates = jnp.split(x @ w, 2, -1)
+    with jaxamp.amp_stop():
+        logarithms = -4 * jnp.sin(rates) ** 2 - 0.05
+    return jnp.mean((lax.associative_scan(later, (jnp.exp(logarithms), values), axis=1)[1] @ w) ** 2)
+
+
+def test_decays_that_are_no_exponentials_are_made_in_float32():
+    """A sigmoid between low values is low. One of .999 would be 1, and the sums would never forget."""
+
+    def fn(w, x):
+        values, rates = jnp.split(x @ w, 2, -1)
+        return jnp.mean((lax.associative_scan(later, (jax.nn.sigmoid(rates + 7), values), axis=1)[1] @ w) ** 2)
+
+    xs = jnp.tile(X, (1, 40, 1))
+    (eqn,) = [e for e in equations(jax.make_jaxpr(AMP(fn))(W, xs)) if e.primitive.name == "linear_recurrence"]
+    assert eqn.invars[0].aval.dtype == jnp.float32
+    exact = in_float64(jax.grad(fn), W, xs)
+    assert error(jax.grad(AMP(fn))(W, xs), exact) < 0.03
+    assert error(jax.grad(AMP(fn, disable_passes=["derive_recurrences"]))(W, xs), exact) > 0.1
+
+
+@pytest.mark.parametrize("fn", [undone, by_exact_logarithms])
+def test_logarithms_are_rounded_where_it_does_no_harm(fn):
+    """Not those above zero, for errors of large ones that others undo would stay; nor those asked for in float32."""
+    (eqn,) = [e for e in equations(jax.make_jaxpr(AMP(fn))(W, X)) if e.primitive.name == "linear_recurrence"]
+    assert eqn.invars[0].aval.dtype == jnp.float32
+    gradient = jax.grad(fn)
+    without = jax.grad(AMP(fn, disable_passes=["derive_recurrences"]))(W, X)
+    exact = in_float64(gradient, W, X)
+    assert error(jax.grad(AMP(fn))(W, X), exact) < 1.3 * error(without, exact) + 1e-3
+
+
+def test_many_recurrences_are_looked_for_once(monkeypatch):
+    """Each traces `associative_scan`: not once more for each pair of operands that might be those of one."""
+    traced = []
+    scan = lax.associative_scan
+    monkeypatch.setattr(lax, "associative_scan", lambda *args, **kwargs: traced.append(1) or scan(*args, **kwargs))
+
+    def fn(w, x):
+        for _ in range(6):
+            values, rates = jnp.split(x @ w, 2, -1)
+            x = x + lax.associative_scan(later, (jax.nn.sigmoid(rates), values), axis=1)[1]
+        return jnp.sum(x)
+
+    assert primitives_of(jax.make_jaxpr(AMP(fn))(W, X)).count("linear_recurrence") == 6
+    assert len(traced) == 6 + 2  # for decays, and for logarithms of decays
