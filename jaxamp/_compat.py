@@ -444,6 +444,19 @@ def with_hi_name(hi: Any, aval: Any) -> Any:
     return type(hi)(hi.name, aval)
 
 
+def under_checkpoint() -> bool:
+    """Whether a user's `jax.checkpoint` is being traced around this call."""
+    from jax._src.core import trace_ctx
+
+    trace = trace_ctx.trace
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(info, "traced_for", "") == "checkpoint / remat":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def under_jit() -> bool:
     """Whether a jaxpr is being traced around this call, so that nothing here runs eagerly."""
     return jec.unsafe_am_i_under_a_jit_DO_NOT_USE()  # type: ignore[attr-defined]

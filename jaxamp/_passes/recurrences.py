@@ -97,7 +97,8 @@ class Recurrence(NamedTuple):
             return made[atom] if atom in made else env.read(atom, Format(atom.aval.dtype))
 
         for i in self.again:
-            made.update(zip(plan.eqns[i].outvars, bind(plan.eqns[i], [read(v) for v in plan.eqns[i].invars]), strict=True))
+            eqn = plan.eqns[i]
+            made.update(zip(eqn.outvars, bind(eqn, [read(v) for v in eqn.invars]), strict=True))
         return read(self.decays)
 
 
@@ -118,9 +119,9 @@ def _pairs(plan: Plan) -> list[_Pair]:
 
     The halves are every second entry along an axis. They may be moved before, and an exponential of one may be taken.
     """
-    halves: dict[Var, tuple[Var, int, int]] = {}  # of which variable, along which axis, from which entry on
+    halves: dict[Var, tuple[Any, int, int]] = {}  # of which variable, along which axis, from which entry on
     inner: set[tuple[Var, int]] = set()  # made of halves: levels, and no beginnings
-    later: dict[Var, int] = {}  # halves of these, along which axis
+    later: dict[Var, int] = {}  # halves of inner ones, along which axis
     pairs: dict[_Pair, None] = {}
     for eqn in plan.eqns:
         found = _half(eqn)
@@ -130,9 +131,10 @@ def _pairs(plan: Plan) -> list[_Pair]:
             else:
                 halves[eqn.outvars[0]] = (eqn.invars[0], *found)
             continue
-        inner.update((v, later[u]) for u in eqn.invars if not isinstance(u, Literal) and u in later for v in eqn.outvars)
-        read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal) and v in halves))
-        inner.update((v, axis) for axis in {halves[v][1] for v in read} for v in eqn.outvars)
+        variables = [v for v in eqn.invars if not isinstance(v, Literal)]
+        read = list(dict.fromkeys(v for v in variables if v in halves))
+        axes = {halves[v][1] for v in read} | {later[v] for v in variables if v in later}
+        inner.update((v, axis) for axis in axes for v in eqn.outvars)
         if len(read) == 1 and (eqn.primitive in _MOVE or eqn.primitive is lax.exp_p or is_marked_varying(eqn)):
             halves[eqn.outvars[0]] = halves[read[0]]
         for (decays, axis, first), (x, other, second) in itertools.permutations(map(halves.__getitem__, read), 2):
@@ -269,7 +271,7 @@ class _Search:
         return Recurrence(tuple(parts), last, decays, pair.x, pair.axis, *how_decays, by_pairs), own
 
     def _may_round(self, logarithms: Any) -> bool:
-        """Whether logarithms of decays may be rounded: none of them is positive, or a position, or asked for exactly."""
+        """Whether logarithms of decays may be rounded: none is positive, or a position, or asked for in float32."""
         place = self._makers.get(logarithms)
         if self._signs(logarithms).above or (place is not None and self._plan.steps[place].is_pinned):
             return False
@@ -328,7 +330,7 @@ def _made_low(plan: Plan, v: Var, made: dict[Var, int]) -> set[int]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether it, or each operation of a function such as `jax.nn.sigmoid`, does something to each entry, or moves it."""
+    """Whether it works on each entry, or moves them; and so does all that is in a function such as `jax.nn.sigmoid`."""
     bodies = [open_jaxpr(body) for body in functions_in(eqn)]
     if bodies:
         return all(_is_elementwise(inner) for body in bodies for inner in body.eqns)

@@ -1,16 +1,19 @@
-"""Round each parameter once for the forward and the backward pass, where it lies on several devices.
+"""Round each parameter once for the forward and the backward pass.
 
-A matmul rounds its float32 weight, and its backward pass rounds it again: on one device that costs little, and no low
-copy is kept. On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here
-there is one copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is gathered once, as in the
-float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because XLA gathers again
-behind one. What is quantised is quantised in front as well, and its bits are the copy (`hoist_quantized.py`);
-XLA of JAX 0.12 gathers these again for the backward pass.
+A matmul rounds its float32 weight, and its backward pass rounds it again: a kernel for each, and six bytes a parameter.
+On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here there is one
+copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is kept for the backward pass, and gathered
+once, as in the float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because
+XLA gathers again behind one. What is quantised is quantised in front as well, and its bits are the copy
+(`hoist_quantized.py`); XLA of JAX 0.12 gathers these again for the backward pass.
 
 What a loop or a user's own checkpoint reads is left alone: it gathers in each round, or again, as it is told to. So is
-the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once.
+the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once. With
+`keep="matmuls"`, for which less memory is worth some time, there are copies on meshes alone. There are none inside of a
+`jax.checkpoint` of the user, where JAX (0.10 to 0.12) can't split a checkpoint of which some operands have no barrier.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._compat import Jaxpr, Literal, Var, current_context, open_jaxpr, with_equations, with_operands
+from .._compat import Jaxpr, Literal, Var, current_context, open_jaxpr, under_checkpoint, with_equations, with_operands
 from .._jaxpr import in_dtype, is_on_mesh
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
@@ -34,17 +37,18 @@ _WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body"]] = weakref.
 
 
 def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
-    """The program with one low copy of each parameter that lies on a mesh of several devices."""
+    """The program with one low copy of each parameter, unless the program itself says how it is split over devices."""
     body, low = open_jaxpr(program), setting.formats.compute_dtype
-    if not setting.formats.narrows or setting.communication(()).gather != "compute":
+    if not setting.formats.narrows or setting.communication(()).gather != "compute" or under_checkpoint():
         return program
-    shared = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
-    program = in_front(program, shared) if any(shared) else program
+    split = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
+    program = in_front(program, split) if any(split) else program
+    shared = tuple(map(operator.or_, split, _on_one_device(body, setting)))
     new = _rewritten(program, shared, low)
     if not new.wanted:
         return program
     body, inside, around = open_jaxpr(program), open_jaxpr(new.jaxpr), current_context()
-    like = body.eqns[0]
+    like, made = body.eqns[0], inside.invars[len(body.invars) :]
     copies = [
         like.replace(
             primitive=LOW_COPY,
@@ -52,12 +56,32 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
             outvars=[copy],
             params={"low": low, "moves": moves},
             effects=frozenset(),
-            source_info=like.source_info.replace(name_stack=like.source_info.name_stack[:0]),
+            source_info=like.source_info.replace(name_stack=_scope_of_reader(inside, copy)),
             ctx=around,
         )
-        for (operand, moves), copy in zip(new.wanted, inside.invars[len(body.invars) :], strict=True)
+        for (operand, moves), copy in zip(new.wanted, made, strict=True)
     ]
     return with_operands(with_equations(new.jaxpr, [*copies, *inside.eqns]), body.invars)
+
+
+def _scope_of_reader(body: Any, v: Var) -> Any:
+    """The name stack of the first equation that reads a variable, in a function or not."""
+    eqn = next(eqn for eqn in body.eqns if any(u is v for u in eqn.invars))
+    scope = eqn.source_info.name_stack
+    if not takes_copies(eqn):
+        return scope
+    entry = describe(eqn)
+    assert entry is not None
+    inside = open_jaxpr(entry.bodies[0].jaxpr)
+    own = next(own for own, u in zip(inside.invars, eqn.invars, strict=True) if u is v)
+    return scope + _scope_of_reader(inside, own)
+
+
+def _on_one_device(body: Any, setting: Setting) -> list[bool]:
+    """Which operands are on one device, as far as a trace knows, and may have a copy there."""
+    if setting.keep == "matmuls":
+        return [False] * len(body.invars)
+    return [not is_on_mesh(v.aval, *AxisType) and setting.formats.may_lower(v) for v in body.invars]
 
 
 class _Origin(NamedTuple):

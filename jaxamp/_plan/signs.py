@@ -130,9 +130,9 @@ _RULES: dict[str, Rule] = {
 }
 _OF_FIRST = frozenset(
     """
-    asinh atan atanh broadcast_in_dim convert_element_type copy cummax cummin cumsum dynamic_slice erf expm1 log1p pvary
-    reduce_max reduce_min reduce_precision reduce_sum reduce_window_sum reshape rev sign sinh slice squeeze stop_gradient
-    tanh transpose
+    asinh atan atanh broadcast_in_dim convert_element_type copy cummax cummin cumsum dynamic_slice erf expm1 log1p
+    pvary reduce_max reduce_min reduce_precision reduce_sum reduce_window_sum reshape rev sign sinh slice squeeze
+    stop_gradient tanh transpose
     """.split()
 )
 _OF_ALL = frozenset(("add_any", "concatenate", "pad"))

@@ -98,7 +98,7 @@ def test_nor_has_a_program_without_low_values():
 
 @pytest.mark.parametrize("act", [jax.nn.relu, jax.nn.relu6, lambda x: jnp.where(x > 0, x, 0.1 * x), jnp.abs])
 def test_a_comparison_is_made_again_from_the_result_of_the_matmul(act):
-    amp = jaxamp.amp(lambda params, x: mlp(params, x, act), compute_dtype=jnp.bfloat16)
+    amp = jaxamp.amp(lambda params, x: mlp(params, x, act), compute_dtype=jnp.bfloat16, disable_passes=["round_once"])
     assert kept(amp, PARAMS, X) == [((ROWS, 2 * WIDTH), "bfloat16")]
 
 
@@ -170,6 +170,7 @@ def test_the_first_layer_after_an_embedding_is_cut_like_the_others(separate):
     params = {"table": normal(0, 50, 32), "layers": [[normal(3 * n + i, 32, 32) for i in range(3)] for n in range(4)]}
     ids = jnp.arange(32).reshape(2, 16)
     calls = jax.make_jaxpr(jaxamp.amp(fn, compute_dtype=jnp.bfloat16))(params, ids).eqns
+    calls = [eqn for eqn in calls if eqn.primitive.name != "low_copy"]
     assert {eqn.params.get("name") for eqn in calls} == {"section"}
     assert [len(eqn.outvars) for eqn in calls] == [1] * len(calls)
 
