@@ -571,6 +571,47 @@ def main():
             found[dtype] += (4 if dtype == "f32" else 2) * math.prod(map(int, shape.split(","))) / 2**20
         return found
 
+    def selective():
+        """Temporary bytes of the gradient of a selective state space: cast by hand, ours, and ours without the pass."""
+
+        def loss(p, x):
+            u, gate = jnp.split(x @ p["in"], 2, axis=-1)
+            rate = jax.nn.softplus(u @ p["rate"])[..., None]
+            later = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+            write = rate * (u @ p["write"])[..., None, :] * u[..., None]
+            held = jax.lax.associative_scan(later, (jnp.exp(-rate * jnp.exp(p["decay"])), write), axis=1)[1]
+            out = jnp.einsum("btws,bts->btw", held, u @ p["read"]) * jax.nn.silu(gate)
+            return jnp.mean((out @ p["out"]) ** 2)
+
+        sizes = {"in": (128, 256), "rate": (128, 128), "write": (128, 16), "read": (128, 16), "out": (128, 128)}
+        shapes = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in (sizes | {"decay": (128, 16)}).items()}
+        sides = {
+            "cast": lambda *args: loss(*jaxamp.cast_floating(args, jnp.bfloat16)).astype(jnp.float32),
+            "with": jaxamp.amp(loss, compute_dtype=jnp.bfloat16),
+            "without": jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=["derive_recurrences"]),
+        }
+        x = jax.ShapeDtypeStruct((4, 512, 128), jnp.float32)
+        programs = {name: compiled(jax.grad(side), shapes, x, donate=()) for name, side in sides.items()}
+        return {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+
+    def layers_of(disabled):
+        """The matmuls, and the casts of weights, of the gradient of a loss of an energy and of its forces."""
+
+        def energy(weights, x):
+            for w in weights:
+                x = jax.nn.silu(x @ w)
+            return jnp.sum(x, -1)
+
+        def loss(weights, x):
+            forces = jax.grad(lambda x: jnp.sum(energy(weights, x)))(x)
+            return jnp.mean(energy(weights, x) ** 2) + jnp.mean(forces**2)
+
+        weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+        amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+        text = compiled(jax.grad(amp), weights, jax.ShapeDtypeStruct((4096, 256), jnp.float32), donate=()).as_text()
+        casts = len(re.findall(r"bf16\[256,256\]\S* convert\(%param\S*\)", text))
+        return {"matmuls": len(re.findall(r" dot\(", text)), "casts": casts}
+
     def wire(name, asked):
         """What devices tell each other for a gradient, with weights that are gathered in a certain way."""
         program = sharded_programs.programs(mesh_of(8).devices, 512, 64)[name]()
@@ -602,6 +643,8 @@ def main():
         "group norm": group_norm,
         "activations": activations,
         "moved": moved,
+        "selective": selective,
+        "layers": layers_of,
         "negated": negated,
         "head": head,
         "filters": filters,

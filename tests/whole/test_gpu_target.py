@@ -37,6 +37,10 @@ QUESTIONS = {
     "group norm": ["group norm"],
     "activations": ["activations"],
     "moved": ["moved"],
+    "selective": ["selective"],
+    "layers": ["layers", []],
+    "layers, with repeats": ["layers", ["merge_repeats"]],
+    "layers, rounded twice": ["layers", ["round_once"]],
     "negated": ["negated"],
     "batch norm": ["batch norm"],
     "solve": ["solve"],
@@ -211,6 +215,22 @@ def test_results_of_activations_are_written_once(answers):
 def test_features_that_are_looked_up_are_not_written_in_float32(answers):
     """Of 16 MiB, for each of both ends in three layers."""
     assert answers["moved"]["with"] <= answers["moved"]["without"] - 3 * 2 * 16
+
+
+def test_a_state_space_takes_no_more_than_a_cast(answers):
+    found = answers["selective"]
+    assert found["with"] <= found["cast"]
+    assert found["with"] < 0.6 * found["without"]
+
+
+def test_a_network_and_its_derivative_share_their_matmuls(answers):
+    """Each of four layers would have a cotangent of its own for the energy, and another one for the forces."""
+    assert answers["layers"]["matmuls"] <= answers["layers, with repeats"]["matmuls"] - 4
+
+
+def test_weights_are_rounded_once(answers):
+    assert answers["layers"]["casts"] == 4
+    assert answers["layers, rounded twice"]["casts"] > 4
 
 
 def test_what_is_added_in_memory_is_not_negated_on_the_way(answers):
