@@ -56,15 +56,14 @@ def bytes_kept(
 
     The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
     argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
-    buffers of its own. Arguments are not counted: they stay in memory in any case, and the backward pass rounds them
-    again. (XLA may round them once, if it has room for the copy.) On a mesh of several devices they are rounded once,
-    and the rounded copies are counted.
+    buffers of its own. Arguments are not counted: they stay in memory in any case. The rounded copies of parameters are
+    counted, unless the backward pass rounds again, as it does in a loop and with `keep="matmuls"`.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)
     >>> kept = bytes_kept(loss, compute_dtype=jnp.bfloat16)(jnp.ones((8, 8)), jnp.ones((64, 8)))
-    >>> kept.after  # the result of a matmul, in bfloat16
-    1024
+    >>> kept.after  # the result of a matmul, and `w`, in bfloat16
+    1152
     >>> kept.before > 3 * kept.after
     True
     """

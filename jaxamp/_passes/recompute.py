@@ -41,6 +41,7 @@ from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._plan.residuals import is_cheap_or_activation, is_work, makes_complex
+from .._primitives.low_copy import LOW_COPY
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -123,10 +124,11 @@ class _Cutter:
         """Whether it is not part of a section: it has effects, loops or a checkpoint, or sections of its own.
 
         Or a user's backward rule, which decides what it keeps, and may have effects. Or complex results, which
-        `jax.checkpoint` can't keep (0.10 to 0.12).
+        `jax.checkpoint` can't keep (0.10 to 0.12). Or the low copy of a parameter, which an `amp` inside has made to be
+        kept.
         """
         traits = traits_of(eqn.primitive)
-        if eqn.effects or makes_complex(eqn) or traits.own_vjp:
+        if eqn.effects or makes_complex(eqn) or traits.own_vjp or eqn.primitive is LOW_COPY:
             return True
         hi = inside_hi(eqn.params["_prim"]) if "_prim" in eqn.params else None
         if hi is not None and hi.kind == "custom_vjp":
