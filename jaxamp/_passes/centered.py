@@ -40,7 +40,8 @@ def _with_squares(plan: Plan) -> Plan:
     readers = plan.readers() if squares else {}
     found = {}
     for i in squares:
-        shift = made.get(plan.eqns[i].invars[0])
+        shifted = plan.eqns[i].invars[0]
+        shift = None if isinstance(shifted, Literal) else made.get(shifted)
         axes = None if shift is None else _axes_of_mean(plan, shift, made)
         if shift is not None and axes is not None and _is_summed(plan, readers.get(plan.eqns[i].outvars[0], []), axes):
             found[i] = shift
@@ -110,9 +111,11 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
     while place is not None:
         eqn = plan.eqns[place]
         if eqn.primitive is lax.reduce_sum_p:
+            if eqn.invars[0] is not x:
+                return None
             axes = eqn.params["axes"]
             sizes = [x.aval.shape[axis] for axis in axes]
-            is_mean = eqn.invars[0] is x and all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
+            is_mean = all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
             is_mean = is_mean and _is_plain(plan.steps[place])
             small = tuple(1 if i in axes else n for i, n in enumerate(x.aval.shape))
             in_place = mean.aval.shape == small or len(axes) == x.aval.ndim
