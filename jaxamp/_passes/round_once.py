@@ -32,8 +32,9 @@ from .._primitives.matmul import is_mixed
 from .._traits import traits_of
 from .hoist_quantized import in_front, takes_copies
 
-# (body, which operands, dtype) -> rewritten. An entry lives as long as the body: JAX remembers what it made of it.
-_WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body"]] = weakref.WeakKeyDictionary()
+# (body, which operands, dtype) -> rewritten; None: it stays as it is. An entry lives as long as the body, which it must
+# not hold: JAX remembers what it made of it.
+_WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body | None"]] = weakref.WeakKeyDictionary()
 
 
 def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
@@ -103,8 +104,9 @@ def _rewritten(jaxpr: Jaxpr, shared: tuple[bool, ...], low: np.dtype) -> _Body:
         return _Body(jaxpr, ())
     found = _WITH_COPIES.setdefault(jaxpr, {})
     if (shared, low) not in found:
-        found[shared, low] = _Rewriter(jaxpr, shared, low).body()
-    return found[shared, low]
+        new = _Rewriter(jaxpr, shared, low).body()
+        found[shared, low] = new if new.wanted else None
+    return found[shared, low] or _Body(jaxpr, ())
 
 
 class _Rewriter:
