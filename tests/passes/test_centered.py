@@ -97,3 +97,16 @@ def test_under_vmap(fn):
     found = jax.vmap(jax.grad(AMP(fn)), (None, 0))(W, both)
     expected = jnp.stack([jax.grad(AMP(fn))(W, x) for x in both])
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_squares_of_numbers_and_of_what_others_sums_were_taken_from():
+    """Of a literal, and of an array with fewer axes than the one whose sum is subtracted."""
+
+    def fn(w, x):
+        shifted = (x @ w)[0] - jnp.sum(jnp.tanh(x @ w), (0, 1))
+        return jnp.sum(shifted**2) * jax.lax.square(jnp.float32(3)) + jnp.sum(x @ w)
+
+    w, x = jnp.ones((4, 3)) / 7, jnp.linspace(-1.0, 1.0, 20).reshape(5, 4)
+    found = jax.jit(jax.grad(AMP(fn)))(w, x)
+    expected = jax.grad(fn)(w, x)
+    assert jnp.max(jnp.abs(found - expected)) < 0.02 * jnp.max(jnp.abs(expected))
