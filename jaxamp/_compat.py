@@ -426,17 +426,23 @@ def _identity_jaxpr(aval: Any) -> Jaxpr:
     return jax.make_jaxpr(lambda x: x)(aval)
 
 
-def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int, more: int = 0) -> Any:
+def with_hi_checkpoint(hi: Any, jaxpr: Jaxpr, consts: int, more: int = 0, barrier: bool = False) -> Any:
     """The `_prim` of a checkpoint with another jaxpr, which takes more constants first, and more operands last."""
     own = len(hi.jaxpr.in_avals)
-    return type(hi)(jaxpr, hi.policy, without_barriers(hi.prevent_cse, own, consts, more))
+    return type(hi)(jaxpr, hi.policy, with_more_barriers(hi.prevent_cse, own, consts, more, barrier))
 
 
-def without_barriers(flags: bool | tuple[bool, ...], own: int, first: int, last: int) -> bool | tuple[bool, ...]:
-    """The `prevent_cse` of a checkpoint that takes more operands than its own, first and last, without a barrier."""
-    if flags is False or not (first or last):
+def with_more_barriers(
+    flags: bool | tuple[bool, ...], own: int, first: int, last: int, barrier: bool = False
+) -> bool | tuple[bool, ...]:
+    """The `prevent_cse` of a checkpoint that takes more operands than its own: first, and last, with a barrier or not.
+
+    One flag for all where that will do: a checkpoint with several can't be in another one that has a policy (JAX 0.10
+    to 0.12).
+    """
+    if flags is False or not (first or last) or (flags is True and barrier and not first):
         return flags
-    return (False,) * first + ((True,) * own if flags is True else flags) + (False,) * last
+    return (False,) * first + ((True,) * own if flags is True else flags) + (barrier,) * last
 
 
 def with_hi_name(hi: Any, aval: Any) -> Any:

@@ -57,7 +57,7 @@ def bytes_kept(
     The backward pass is that of the first floating-point result, with respect to the floating-point arrays of the first
     argument. The numbers are JAX's: outside of loops, XLA recomputes some values instead of keeping them, and it holds
     buffers of its own. Arguments are not counted: they stay in memory in any case. The rounded copies of parameters are
-    counted, unless the backward pass rounds again, as it does in a loop and with `keep="matmuls"`.
+    counted, unless the backward pass rounds again, as it does in a loop and, on one device, with `keep="matmuls"`.
 
     >>> import jax, jax.numpy as jnp, jaxamp
     >>> loss = lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)

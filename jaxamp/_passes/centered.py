@@ -87,12 +87,8 @@ def _is_square(plan: Plan, i: int) -> bool:
     is_product = (
         eqn.primitive is lax.mul_p and eqn.invars[0] is eqn.invars[1] and not isinstance(eqn.invars[0], Literal)
     )
-    plain = _is_plain(step) and all(map(_is_wide, step.reads))
+    plain = step.is_plain and all(map(_is_wide, step.reads))
     return (is_one or is_product) and plain and not step.outs[0].is_low
-
-
-def _is_plain(step: Step) -> bool:
-    return step.mode is not Mode.RULE and step.operation is None
 
 
 def _is_wide(format_: Any) -> bool:
@@ -104,7 +100,7 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
     eqn, step = plan.eqns[i], plan.steps[i]
     if eqn.primitive is not lax.sub_p or not all(map(_is_wide, step.reads)) or isinstance(eqn.invars[0], Literal):
         return None
-    if not _is_plain(step):
+    if not step.is_plain:
         return None
     x, mean = eqn.invars
     size, place = None, None if isinstance(mean, Literal) else made.get(mean)
@@ -116,7 +112,7 @@ def _axes_of_mean(plan: Plan, i: int, made: dict[Var, int]) -> tuple[int, ...] |
             axes = eqn.params["axes"]
             sizes = [x.aval.shape[axis] for axis in axes]
             is_mean = all(isinstance(n, int) for n in sizes) and size == math.prod(sizes)
-            is_mean = is_mean and _is_plain(plan.steps[place])
+            is_mean = is_mean and plan.steps[place].is_plain
             small = tuple(1 if i in axes else n for i, n in enumerate(x.aval.shape))
             in_place = mean.aval.shape == small or len(axes) == x.aval.ndim
             return tuple(axes) if is_mean and in_place else None

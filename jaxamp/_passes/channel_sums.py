@@ -210,7 +210,7 @@ def _reshapes(plan: Plan, i: int) -> bool:
     is_plain = eqn.primitive is lax.reshape_p and eqn.params["dimensions"] is None
     if not is_plain and eqn.primitive is not lax.squeeze_p:
         return False
-    plain = step.mode is not Mode.RULE and step.operation is None and not step.is_pinned
+    plain = step.is_plain and not step.is_pinned
     whole = all(axes is None for axes in eqn.invars[0].aval.sharding.spec)
     return plain and whole and _is_wide(eqn.invars[0], step.reads[0])
 

@@ -17,7 +17,6 @@ from jax import lax
 
 from .._compat import Literal, Var, open_jaxpr
 from .._jaxpr import Memo, bind
-from .._plan.classify import Mode
 from .._plan.plan import Operation, Plan
 from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
@@ -34,13 +33,9 @@ def write_negated_lookups(plan: Plan) -> Plan:
         if _is_lookup(eqn, looked_up, known):
             looked_up.update((v, value.dtype) for v, value in plan.values_of(i) if value.dtype is not None)
         place = _NEGATED.get(eqn.primitive)
-        if place is not None and _is_any_of(eqn.invars[place], looked_up) and _is_plain(step):
+        if place is not None and _is_any_of(eqn.invars[place], looked_up) and step.is_plain:
             changed[i] = step._replace(operation=_writes(looked_up[eqn.invars[place]]), touched=True)
     return plan.with_steps(changed)
-
-
-def _is_plain(step: Any) -> bool:
-    return step.mode is not Mode.RULE and step.operation is None
 
 
 def _is_any_of(atom: Any, variables: Collection[Var]) -> bool:

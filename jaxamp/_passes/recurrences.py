@@ -27,7 +27,6 @@ from .._compat import Literal, Var, open_jaxpr
 from .._formats import Format
 from .._jaxpr import bind
 from .._plan.bodies import functions_in
-from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Readers, Runner, Step, identity
 from .._plan.sensitivity import FREE, POSITION, Sensitivity
 from .._plan.signs import SignsOf
@@ -343,7 +342,7 @@ def _is_rounded(plan: Plan, var: Var, place: int) -> bool:
 
 
 def _is_plain(step: Step) -> bool:
-    return step.mode is not Mode.RULE and step.operation is None and not step.is_pinned
+    return step.is_plain and not step.is_pinned
 
 
 def _needed(plan: Plan, own: Collection[int], last: int, readers: Readers) -> set[int]:

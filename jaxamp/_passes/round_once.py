@@ -3,14 +3,14 @@
 A matmul rounds its float32 weight, and its backward pass rounds it again: a kernel for each, and six bytes a parameter.
 On a mesh, XLA's partitioner gathers what is split over devices, and it gathers each rounded copy. So here there is one
 copy, made in front, which all matmuls read (`_primitives/low_copy.py`). It is kept for the backward pass, and gathered
-once, as in the float32 program. It goes into checkpoints of ours beside the parameter, and without a barrier, because
+once, as in the float32 program. It goes into checkpoints of ours beside the parameter, on a mesh without a barrier:
 XLA gathers again behind one. What is quantised is quantised in front as well, and its bits are the copy
 (`hoist_quantized.py`); XLA of JAX 0.12 gathers these again for the backward pass.
 
 What a loop or a user's own checkpoint reads is left alone: it gathers in each round, or again, as it is told to. So is
 the first layer, a matmul of two operands of the program: the batch needs no gradient, so the weight is read once. With
 `keep="matmuls"`, for which less memory is worth some time, there are copies on meshes alone. There are none inside of a
-`jax.checkpoint` of the user, where JAX (0.10 to 0.12) can't split a checkpoint of which some operands have no barrier.
+`jax.checkpoint` of the user, which says what is kept.
 """
 
 import operator
@@ -32,8 +32,8 @@ from .._primitives.matmul import is_mixed
 from .._traits import traits_of
 from .hoist_quantized import in_front, takes_copies
 
-# (body, which operands, dtype) -> rewritten; None: it stays as it is. An entry lives as long as the body, which it must
-# not hold: JAX remembers what it made of it.
+# (body, which operands, dtype, with barriers) -> rewritten; None: it stays as it is. An entry lives as long as the
+# body, which it must not hold: JAX remembers what it made of it.
 _WITH_COPIES: weakref.WeakKeyDictionary[Any, dict[Hashable, "_Body | None"]] = weakref.WeakKeyDictionary()
 
 
@@ -45,7 +45,7 @@ def round_once(program: Jaxpr, setting: Setting) -> Jaxpr:
     split = tuple(is_on_mesh(v.aval, AxisType.Auto) and setting.formats.may_lower(v) for v in body.invars)
     program = in_front(program, split) if any(split) else program
     shared = tuple(map(operator.or_, split, _on_one_device(body, setting)))
-    new = _rewritten(program, shared, low)
+    new = _rewritten(program, shared, low, not any(split))
     if not new.wanted:
         return program
     body, inside, around = open_jaxpr(program), open_jaxpr(new.jaxpr), current_context()
@@ -99,19 +99,19 @@ class _Body(NamedTuple):
     wanted: tuple[_Origin, ...]
 
 
-def _rewritten(jaxpr: Jaxpr, shared: tuple[bool, ...], low: np.dtype) -> _Body:
+def _rewritten(jaxpr: Jaxpr, shared: tuple[bool, ...], low: np.dtype, barrier: bool) -> _Body:
     if not any(shared):
         return _Body(jaxpr, ())
-    found = _WITH_COPIES.setdefault(jaxpr, {})
-    if (shared, low) not in found:
-        new = _Rewriter(jaxpr, shared, low).body()
-        found[shared, low] = new if new.wanted else None
-    return found[shared, low] or _Body(jaxpr, ())
+    found, key = _WITH_COPIES.setdefault(jaxpr, {}), (shared, low, barrier)
+    if key not in found:
+        new = _Rewriter(jaxpr, shared, low, barrier).body()
+        found[key] = new if new.wanted else None
+    return found[key] or _Body(jaxpr, ())
 
 
 class _Rewriter:
-    def __init__(self, jaxpr: Jaxpr, shared: Sequence[bool], low: np.dtype):
-        self._jaxpr, self._low = jaxpr, low
+    def __init__(self, jaxpr: Jaxpr, shared: Sequence[bool], low: np.dtype, barrier: bool):
+        self._jaxpr, self._low, self._barrier = jaxpr, low, barrier
         body = open_jaxpr(jaxpr)
         operands = enumerate(zip(body.invars, shared, strict=True))
         self._origins = {v: _Origin(i, ()) for i, (v, is_shared) in operands if is_shared}
@@ -182,14 +182,15 @@ class _Rewriter:
             of = _Origin(origin.operand, (*origin.moves, *moves))
             aval = open_jaxpr(new.jaxpr).invars[len(eqn.invars) + len(copies)].aval
             copies.append(self._copies.setdefault(of, Var(aval)))
-        params = with_more_operands(eqn, way_into(eqn), [new.jaxpr], len(copies))
+        params = with_more_operands(eqn, way_into(eqn), [new.jaxpr], len(copies), self._barrier)
         return eqn.replace(invars=[*eqn.invars, *copies], params=params)
 
     def _inside(self, eqn: Any) -> _Body:
         entry = describe(eqn)
         assert entry is not None
         (inside,) = entry.bodies
-        return _rewritten(inside.jaxpr, tuple(self._origin(v) is not None for v in eqn.invars), self._low)
+        shared = tuple(self._origin(v) is not None for v in eqn.invars)
+        return _rewritten(inside.jaxpr, shared, self._low, self._barrier)
 
 
 def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict[Var, Var], eqns: list[Any]) -> Any:

@@ -42,6 +42,11 @@ class Step(NamedTuple):
     format: str = ""  # the number format that `operation` multiplies in, if it is not that of its operands
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the equation is bound, in whatever dtypes: no rule of the policy or of a pass takes its place."""
+        return self.mode is not Mode.RULE and self.operation is None
+
+    @property
     def is_pinned(self) -> bool:
         """Whether a key of the policy that names a scope decided on it."""
         return isinstance(self.found.key, str | tuple)

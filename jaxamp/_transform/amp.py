@@ -170,9 +170,9 @@ def amp(
             `bfloat16`.
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `fp8`, `fp8_delayed`, `torch`), or the path of a TOML table.
-        keep: What is kept for the backward pass. `"auto"`: the results of matmuls, and what goes from one layer to the
-            next; the rest is computed again. `"matmuls"`: the results of matmuls alone, for less memory and more time.
-            `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
+        keep: What is kept for the backward pass. `"auto"`: the results of matmuls, what goes from one layer to the
+            next, and rounded parameters; the rest is computed again. `"matmuls"`: the results of matmuls alone, for
+            less memory and more time. `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `merge_repeats`,
             `spread_masks`, `fold_transposes`, `order_results`, `align_matmuls`, `low_softmaxes`, `hold_streams_low`,
             `derive_recurrences`, `round_early`, `keep_activations`, `pool_by_places`, `pick_labels`, `sum_lookups`,

@@ -193,6 +193,14 @@ def test_a_checkpoint_of_the_user_around_amp(policy, where):
     assert error(found, in_float64(jax.grad(layers, 1), X, *WEIGHTS)) < 0.02
 
 
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable", "nothing_saveable"])
+def test_a_checkpoint_of_the_user_around_what_jit_remembers(policy):
+    step = jax.jit(AMP(layers))
+    assert len(copies(step.trace(X, *WEIGHTS).jaxpr)) == 2
+    kept = jax.checkpoint(step, policy=getattr(jax.checkpoint_policies, policy))
+    assert error(jax.jit(jax.grad(kept, 1))(X, *WEIGHTS), in_float64(jax.grad(layers, 1), X, *WEIGHTS)) < 0.02
+
+
 def test_nor_where_weights_are_to_be_gathered_as_they_are():
     policy = jaxamp.default_amp_policy | {jaxamp.COMMUNICATION: jaxamp.Communication(gather="float32")}
     assert not copies(jax.make_jaxpr(AMP(layers, amp_policy=policy))(*placed(X, *WEIGHTS)))
