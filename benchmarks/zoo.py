@@ -44,6 +44,7 @@ IN_TORCH = "resnet", "unet", "bert", "decoder"
 USUAL = tuple(name for name in NETWORKS if name != "decoder-scan")
 SMALL = "decoder", "lstm", "messages", "laplacian"  # one of each family that compiles fast
 STEPS = 4  # per repeat
+DRAWS = 4  # of weights and inputs, for the error: that of a U-Net differs by a factor of two between them
 COLUMNS = (
     Column("network", "network"),
     Column("side", "title"),
@@ -62,8 +63,9 @@ NOTES = (
     " shown.",
     "Temporary GiB: memory on top of arguments and results.",
     "Gradient error: the norm of the difference from the float32 gradient, divided by that gradient's norm, over all"
-    " parameters. The reference is computed apart, with matmul precision `highest`; the float32 side runs as users run"
-    " it, in TF32 on a GPU. PyTorch is compared with its own float32, and not compared where its dropout differs.",
+    f" parameters, on average over {DRAWS} draws of weights and inputs. The reference is computed apart, with matmul"
+    " precision `highest`; the float32 side runs as users run it, in TF32 on a GPU. PyTorch is compared with its own"
+    " float32, in one draw, and not compared where its dropout differs.",
     "Trace s: tracing and lowering. Compile s: XLA alone, including autotuning of kernels that no earlier side needed."
     " For PyTorch: the first call.",
     "PyTorch runs networks of the same layers and sizes, images with channels last, in a separate process before the"
@@ -78,7 +80,11 @@ class Task(NamedTuple):
     """A network to measure, under the title that tables and progress show."""
 
     title: str
-    net: Net
+    draws: Sequence[Net]  # the same program with several weights and inputs: the first is timed, the error is of all
+
+    @property
+    def net(self) -> Net:
+        return self.draws[0]
 
 
 def step(net: Net, value_and_grad: Callable[..., tuple[Any, Any]]) -> Step:
@@ -130,12 +136,12 @@ USUAL_SIDES = tuple(name for name in SIDES if name != "torch-compile-sdpa")
 # -- the error
 
 
-def reference(net: Net) -> Any:
-    """The gradient in float32, without TF32, by any kernels: to find the fastest takes minutes, and nobody waits."""
+def references(task: Task) -> list[Any]:
+    """The gradients in float32, without TF32, by any kernels: to find the fastest takes minutes, and nobody waits."""
     with jax.default_matmul_precision("highest"):
-        lowered = jax.jit(jax.grad(net.loss)).lower(net.params, *net.inputs)
+        lowered = jax.jit(jax.grad(task.net.loss)).lower(task.net.params, *task.net.inputs)
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
-    return jax.block_until_ready(compiled(net.params, *net.inputs))
+    return [jax.block_until_ready(compiled(net.params, *net.inputs)) for net in task.draws]
 
 
 @jax.jit
@@ -146,9 +152,13 @@ def relative_error(grads: Any, expected: Any) -> Any:
     return jnp.sqrt(wrong / whole)
 
 
-def read(training: Training, expected: Any) -> dict[str, Any]:
-    """The losses of a side that has run, and the error of its last gradient."""
-    return {**losses(training), **judged(float(relative_error(training.state, expected)))}
+def read(training: Training, draws: Sequence[Net], expected: Sequence[Any]) -> dict[str, Any]:
+    """The losses of a side that has run, and the error of its gradients, on average over the draws."""
+    errors = []
+    for net, wanted in zip(draws, expected, strict=True):
+        training.state, _ = training.compiled.call(training.state, net.params, *net.inputs)
+        errors.append(float(relative_error(training.state, wanted)))
+    return {**losses(training), "errors": errors, **judged(sum(errors) / len(errors))}
 
 
 def judged(error: float) -> dict[str, Any]:
@@ -163,11 +173,11 @@ def judged(error: float) -> dict[str, Any]:
 
 def measure(name: str, sides: Sequence[str], torch: dict[str, Any], small: bool, repeats: int, calls: int) -> Any:
     """The rows of one network."""
-    built = attempt(NETWORKS[name].build, small)
-    if isinstance(built, Failure):
-        rows = {side: {"note": built.why} for side in sides}
+    draws = attempt(lambda: [NETWORKS[name].build(small, seed) for seed in range(2 if small else DRAWS)])
+    if isinstance(draws, Failure):
+        rows = {side: {"note": draws.why} for side in sides}
     else:
-        rows = compete(Task(NETWORKS[name].title, built), sides, repeats, calls)
+        rows = compete(Task(NETWORKS[name].title, draws), sides, repeats, calls)
     rows |= {side: torch_row(got) for side, got in torch.items()}
     notes = {side: row.get("note") for side, row in rows.items()}
     conclude(rows, {"vs_cast": CAST}, reference="")
@@ -179,10 +189,10 @@ def measure(name: str, sides: Sequence[str], torch: dict[str, Any], small: bool,
 
 
 def compete(task: Task, sides: Sequence[str], repeats: int, calls: int) -> dict[str, dict[str, Any]]:
-    expected = attempt(reference, task.net)
+    expected = attempt(references, task)
     if isinstance(expected, Failure):
         progress(f"{task.title}: no reference gradient: {expected.why}")
-    how = losses if isinstance(expected, Failure) else functools.partial(read, expected=expected)
+    how = losses if isinstance(expected, Failure) else functools.partial(read, draws=task.draws, expected=expected)
     return contest({side: SIDES[side] for side in sides}, task, repeats, calls, how)
 
 

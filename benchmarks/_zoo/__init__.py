@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from . import language, science, sequences, vision
 from .net import Net as Net
+from .net import drawn_with
 
 
 class Entry(NamedTuple):
@@ -16,8 +17,9 @@ class Entry(NamedTuple):
     make: Callable[..., Net]
     small: dict[str, Any]
 
-    def build(self, small: bool) -> Net:
-        return self.make(**(self.small if small else {}))
+    def build(self, small: bool, seed: int = 0) -> Net:
+        with drawn_with(seed):
+            return self.make(**(self.small if small else {}))
 
     def sizes(self, small: bool) -> dict[str, Any]:
         """All sizes by name, for the same network in PyTorch."""

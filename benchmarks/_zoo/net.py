@@ -1,7 +1,9 @@
 """What the networks of the zoo have in common: a loss, its parameters, and how these are drawn."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import optax
 
 Tree = dict[str, Any]
+_SEED = ContextVar("seed", default=0)
 
 
 class Net(NamedTuple):
@@ -20,11 +23,26 @@ class Net(NamedTuple):
     inputs: tuple[Any, ...]
 
 
+@contextlib.contextmanager
+def drawn_with(seed: int) -> Iterator[None]:
+    """Networks that are made in here have weights and inputs of their own."""
+    before = _SEED.set(seed)
+    try:
+        yield
+    finally:
+        _SEED.reset(before)
+
+
+def init_key() -> Any:
+    """What a library draws the weights of a network with."""
+    return jax.random.key(_SEED.get())
+
+
 class Draw:
     """Random arrays. NumPy makes them, because JAX would compile a program for each shape."""
 
-    def __init__(self, seed: int = 0):
-        self.source = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        self.source = np.random.default_rng(_SEED.get())
 
     def normal(self, *shape: int) -> Any:
         return jnp.asarray(self.source.standard_normal(shape, np.float32))
@@ -68,4 +86,4 @@ def squared_error(x: Any, y: Any) -> Any:
 
 def haiku_params(net: Any, *inputs: Any) -> Any:
     """What the `init` of a Haiku network returns, drawn in one compiled program."""
-    return jax.jit(functools.partial(net.init, jax.random.key(0)))(*inputs)
+    return jax.jit(functools.partial(net.init, init_key()))(*inputs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._sides import peer
-from .net import Draw, Net, Tree, cross_entropy, dense, haiku_params, layer_norm, squared_error
+from .net import Draw, Net, Tree, cross_entropy, dense, haiku_params, init_key, layer_norm, squared_error
 
 
 def resnet(
@@ -165,7 +165,7 @@ class UNet(eqx.Module):
 
 def unet(batch: int = 64, pixels: int = 64, widths: Sequence[int] = (64, 128, 256)) -> Net:
     """A U-Net of Equinox, channels first, `vmap`ped over the batch: GroupNorm, and attention where it is smallest."""
-    params, static = eqx.partition(eqx.filter_jit(UNet)(widths, jax.random.key(0)), eqx.is_inexact_array)
+    params, static = eqx.partition(eqx.filter_jit(UNet)(widths, init_key()), eqx.is_inexact_array)
     draw = Draw()
 
     def loss(params: Any, x: Any, y: Any) -> Any:
