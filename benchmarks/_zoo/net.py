@@ -1,7 +1,6 @@
 """What the networks of the zoo have in common: a loss, its parameters, and how these are drawn."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import optax
 
 Tree = dict[str, Any]
 _SEED = ContextVar("seed", default=0)
+_INITS: dict[str, Callable[..., Any]] = {}  # program -> the same, compiled
 
 
 class Net(NamedTuple):
@@ -85,5 +85,9 @@ def squared_error(x: Any, y: Any) -> Any:
 
 
 def haiku_params(net: Any, *inputs: Any) -> Any:
-    """What the `init` of a Haiku network returns, drawn in one compiled program."""
-    return jax.jit(functools.partial(net.init, init_key()))(*inputs)
+    """What the `init` of a Haiku network returns, drawn in one program, which is compiled once for all seeds."""
+    lowered = jax.jit(net.init).lower(init_key(), *inputs)
+    program = lowered.as_text()
+    if program not in _INITS:
+        _INITS[program] = lowered.compile()
+    return _INITS[program](init_key(), *inputs)
