@@ -180,7 +180,7 @@ def neural_cde() -> Model:
 # -- flowjax
 
 
-@model("flowjax", "coupling flow", "flowjax")
+@model("flowjax", "coupling flow", "flowjax", quick=True)
 def coupling_flow() -> Model:
     from flowjax.bijections import RationalQuadraticSpline
     from flowjax.distributions import Normal

@@ -118,7 +118,7 @@ def sinkhorn() -> Model:
     return Model(without_state(loss), jax.jit(net.init)(jax.random.key(0), batch[0]), batch)
 
 
-@model("ott-jax", "U-Net", "ott", "flax")
+@model("ott-jax", "U-Net", "ott", "flax", quick=True)
 def unet() -> Model:
     """The library's U-Net, trained by flow matching."""
     from flax import nnx
@@ -212,7 +212,7 @@ def spline_flow() -> Model:
 CHOLESKY = "the kernel matrix, its decomposition and the derivative of that stay in float32"
 
 
-@model("tinygp", "deep kernel", "tinygp", "flax", share=CHOLESKY)
+@model("tinygp", "deep kernel", "tinygp", "flax", quick=True, share=CHOLESKY)
 def deep_kernel() -> Model:
     """A Gaussian process over the features of an MLP, as in tinygp's documentation."""
     import flax.linen as nn

@@ -45,7 +45,9 @@ def test_there_are_enough_models():
     entries = registry.entries().values()
     assert len(entries) >= 25
     assert len({entry.library for entry in entries}) >= 12
-    assert {entry.library for entry in entries if entry.quick} == {"transformers", "flax", "keras", "diffrax"}
+    assert {entry.library for entry in entries if entry.quick} == {
+        *"transformers flax keras diffrax flowjax ott-jax tinygp".split()
+    }
 
 
 def test_reading_the_table_imports_none_of_the_libraries():
