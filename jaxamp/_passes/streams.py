@@ -14,8 +14,9 @@ An activation that is summed over pixels and scaled by what comes of that, in a 
 once, rounded: XLA computes no exponential twice, so it would write it in float32 for both readers.
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
-backward pass would read only the sum. A Fourier transform of rounded values is a matmul in this sense: it is linear, so
-that its result has their error, although it is computed in float32.
+backward pass would read only the sum. So is one of scores by content and by position, which are shifted or looked up
+first. A Fourier transform of rounded values is a matmul in this sense: it is linear, so that its result has their
+error, although it is computed in float32.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
@@ -196,14 +197,28 @@ def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: Readers, transfor
             found = int(step.outs[0].is_low)
         elif not adds and any(v in transformed for v in eqn.outvars):
             found = 1
-        elif adds and not step.is_pinned and step.mode is not Mode.RULE:
-            large = [v for v in eqn.invars if _is_large(v, eqn.outvars[0])]
+        elif eqn.outvars and (adds or _moves(eqn, step)) and not step.is_pinned and step.mode is not Mode.RULE:
+            large = [v for v in eqn.invars if (_is_large if adds else _is_most)(v, eqn.outvars[0])]
             counts = [matmuls[made[v]] if v in made and len(readers[v]) == 1 else 0 for v in large]
             found = sum(counts) if all(counts) else 0
         matmuls.append(found)
     several = {i for i in sums if matmuls[i] > 1 and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))}
     inside = {made[v] for i in several for v in plan.eqns[i].invars if not isinstance(v, Literal) and v in made}
     return several - inside
+
+
+def _moves(eqn: Any, step: Step) -> bool:
+    """Whether the result holds entries of an operand, or it calls a function of which that is true, as `jnp.pad`."""
+    traits = traits_of(eqn.primitive)
+    if traits.plain_call and len(step.bodies) == 1:
+        inside = zip(open_jaxpr(step.bodies[0].jaxpr).eqns, step.bodies[0].steps, strict=True)
+        return all(_moves(inner, own) for inner, own in inside)
+    return traits.moves or traits.passes_on or not any(_is_number(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _is_most(atom: Any, out: Var) -> bool:
+    """Whether an operand is no smaller than half of what is made of it, as if it is padded."""
+    return not isinstance(atom, Literal) and _is_number(atom.aval) and 2 * size_of(atom.aval) >= size_of(out.aval) > 1
 
 
 _NEAR = 16  # equations: a gelu has eight

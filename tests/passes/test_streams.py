@@ -177,6 +177,8 @@ def gates(h):
         lambda w, x: gates(x @ w + jnp.sin(x) @ w),
         lambda w, x: gates((x @ w + w[0]) + (jnp.sin(x) @ w - w[1])),
         lambda w, x: gates(x @ w + jnp.sin(x) @ w + jnp.cos(x) @ w),
+        lambda w, x: gates(x @ w + jnp.pad(jnp.sin(x) @ w, ((1, 0), (0, 0)))[:-1]),  # as relative positions are
+        lambda w, x: gates(x @ w + jnp.take_along_axis(jnp.sin(x) @ w, jnp.argsort(x), -1)),
     ],
 )
 def test_the_sum_of_matmuls_is_kept_and_not_each_of_them(fn):
@@ -197,6 +199,8 @@ def test_the_sum_of_matmuls_is_kept_and_not_each_of_them(fn):
         lambda w, x: (lambda a, b: (gates(a + b), jnp.exp(a)))(x @ w, jnp.sin(x) @ w),  # one of them is read again
         lambda w, x: gates(x @ w + jnp.exp(x)),  # something exact is added
         lambda w, x: gates(x @ w + w[0]),  # one matmul
+        lambda w, x: gates(x @ w + jnp.repeat(jnp.sin(x[:1]) @ w, len(x), 0)),  # one, and a few numbers
+        lambda w, x: gates(x @ w + jnp.concatenate([x[::2], (jnp.sin(x) @ w)[::2]])),  # half of it is not of a matmul
     ],
 )
 def test_sums_that_are_not_of_matmuls_alone(fn):
