@@ -1,11 +1,14 @@
 """Compare the sides of a training step: compile each, let them take turns, and check that their losses agree."""
 
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Sharding
 
+from ._gpus import lower_for
 from ._sides import Side, Step
 from ._tables import progress
 from ._timing import Failure, Times, Unavailable, attempt, figures, race, seconds
@@ -35,14 +38,19 @@ class Compiled(NamedTuple):
         return arguments + results + found.temp_size_in_bytes
 
 
-def compile_step(side: Side, case: Any) -> Compiled:
-    """Compile a side from shapes, without allocating anything."""
+def compile_step(side: Side, case: Any, place: Sharding | None = None) -> Compiled:
+    """Compile a side from shapes, without allocating anything. `place`: on a GPU that need not be here."""
     if side.make is None:
         raise Unavailable("not in this benchmark")
     step = side.make(case)
     lowered: list[Any] = []
     shapes = jax.eval_shape(step.init)
-    lower_s = seconds(lambda: lowered.append(jax.jit(step.run, donate_argnums=0).lower(*shapes)))
+    if place is None:
+        lower = jax.jit(step.run, donate_argnums=0).lower
+    else:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        lower = functools.partial(lower_for, step.run, donate_argnums=0)
+    lower_s = seconds(lambda: lowered.append(lower(*shapes)))
     compiled: list[Any] = []
     compile_s = seconds(lambda: compiled.append(lowered[0].compile()))
     return Compiled(step, compiled[0], lower_s, compile_s)

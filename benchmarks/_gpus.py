@@ -55,7 +55,12 @@ def devices(number: int, nodes: int = 1) -> np.ndarray:
     return np.array(topology.devices)
 
 
-def compile_for(fn: Any, *specs: Any, **options: Any) -> Any:
-    """What XLA makes of a function of arrays that lie on such devices."""
+def lower_for(fn: Any, *specs: Any, **options: Any) -> Any:
+    """A function of arrays that lie on such devices, lowered for them."""
     traced = jax.jit(fn, **options).trace(*specs)
-    return (traced.lower(lowering_platforms=("cuda",)) if plugin_is_here() else traced.lower()).compile()
+    return traced.lower(lowering_platforms=("cuda",)) if plugin_is_here() else traced.lower()
+
+
+def compile_for(fn: Any, *specs: Any, **options: Any) -> Any:
+    """What XLA makes of it."""
+    return lower_for(fn, *specs, **options).compile()

@@ -1,21 +1,25 @@
 """How much memory does a training step take, and how large a batch fits?
 
     python -m benchmarks.memory [--small] [--network vit|gpt] [--layers unrolled|scan] [--sides a,b,c]
+                               [--ahead --limit-gib 125.8]
 
 Nothing runs: the step is compiled from shapes, and XLA says how much memory it would need. The largest batch is a
 multiple of a sixteenth of the usual one; its arguments, results and temporaries stay below the limit that JAX may
-allocate on the device. If the device reports no limit, set one with `--limit-gib`.
+allocate on the device. If the device reports no limit, set one with `--limit-gib`. With `--ahead`, it is compiled for
+an H200 that need not be there.
 """
 
 import argparse
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from ._contest import Compiled, compile_step
+from ._gpus import devices
 from ._networks import SIZES, Sizes
 from ._sides import SIDES, Case, ask_for_upstream, choose
 from ._tables import Column, number, parser, progress, publish, significant
@@ -77,12 +81,20 @@ def _between(guess: int, fits: int, too_large: int | None, unit: int) -> int:
     return (fits + too_large) // 2 // unit * unit
 
 
-def ask(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
+class Question(NamedTuple):
+    case: Case
+    limit: int
+    probes: int
+    place: Sharding | None
+
+
+def ask(name: str, question: Question) -> dict[str, Any]:
     """The row of a side: its temporaries at the usual batch, and the largest batch."""
+    case, limit, probes, place = question
     seen: list[Compiled | None] = []
 
     def needed(batch: int) -> int | None:
-        got = attempt(compile_step, SIDES[name], case._replace(sizes=case.sizes._replace(batch=batch)))
+        got = attempt(compile_step, SIDES[name], case._replace(sizes=case.sizes._replace(batch=batch)), place)
         if isinstance(got, Failure) and got.why != "out of memory":
             raise Unavailable(got.why)
         seen.append(None if isinstance(got, Failure) else got)
@@ -94,8 +106,8 @@ def ask(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
     return {"gib": gib, "largest": found, "compiled": len(seen)}
 
 
-def row_of(name: str, case: Case, limit: int, probes: int) -> dict[str, Any]:
-    got = attempt(ask, name, case, limit, probes)
+def row_of(name: str, question: Question) -> dict[str, Any]:
+    got = attempt(ask, name, question)
     row = {"note": got.why} if isinstance(got, Failure) else got
     progress(f"{name}: {row}")
     return row
@@ -115,14 +127,17 @@ def main() -> None:
     options = arguments()
     sizes = SMALL if options.small else SIZES[options.network]
     limit = limit_of(options)
-    case, probes = Case(options.network, sizes, options.layers == "scan"), 2 if options.small else 6
+    case = Case(options.network, sizes, options.layers == "scan")
+    place = SingleDeviceSharding(devices(1)[0]) if options.ahead else None
+    question = Question(case, limit, 2 if options.small else 6, place)
     names = choose(options.sides)
     with ThreadPoolExecutor(max(os.cpu_count() // 3, 1)) as pool:  # nothing is timed, and most of the work is compiling
-        rows = dict(zip(names, pool.map(lambda name: row_of(name, case, limit, probes), names), strict=True))
+        rows = dict(zip(names, pool.map(lambda name: row_of(name, question), names), strict=True))
     compare(rows)
     about = {"network": options.network, "layers": options.layers, "sizes": sizes._asdict()}
     table = [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
     notes = [f"Temporary GiB at batch {sizes.batch}; limit {limit / 2**30:.4g} GiB, including arguments and results."]
+    notes += ["Compiled for an NVIDIA H200 without having it."] if options.ahead else []
     publish("memory", COLUMNS, table, notes, options.json)
 
 
@@ -142,6 +157,7 @@ def arguments() -> argparse.Namespace:
     asked.add_argument("--layers", choices=["unrolled", "scan"], default="scan")
     asked.add_argument("--sides", help=f"some of {','.join(SIDES)}; by default {','.join(USUAL)}")
     asked.add_argument("--limit-gib", type=float)
+    asked.add_argument("--ahead", action="store_true", help="for an H200 that need not be there")
     ask_for_upstream(asked)
     options = asked.parse_args()
     options.sides = options.sides or ",".join(USUAL[:2] if options.small else USUAL)

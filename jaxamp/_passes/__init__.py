@@ -16,6 +16,7 @@ from .channel_sums import sum_channels_once
 from .cotangents import share_cotangents
 from .early_rounding import round_early
 from .hoist_quantized import hoist_quantized
+from .joins import merge_joins
 from .labels import pick_labels
 from .layouts import order_results
 from .lookups import sum_lookups
@@ -35,7 +36,7 @@ from .streams import hold_streams_low
 from .sum_in_loops import sum_in_loops
 from .transposes import fold_transposes
 
-JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (merge_repeats, spread_masks)
+JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (merge_repeats, merge_joins, spread_masks)
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,

@@ -34,9 +34,8 @@ from .._compat import (
     with_operands,
 )
 from .._jaxpr import Memo, evaluate
-from .._plan.bodies import with_replaced_bodies
 from .._plan.checkpoints import is_ours
-from .._plan.higher_order import describe
+from .._plan.higher_order import describe, with_rewritten_bodies
 from .._plan.more_operands import way_into, with_more_operands
 from .._plan.plan import Setting
 from .._primitives.quantize import CHECKSUM, LARGEST, QUANTIZE, SCALE
@@ -104,12 +103,8 @@ def _rewrite(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
     """Bodies first: what has left a loop inside may leave this one too."""
     eqns: list[Any] = []
     for old in open_jaxpr(jaxpr).eqns:
-        eqn, entry = old, describe(old)
-        if entry is not None and not entry.lazy:
-            inner = how._replace(in_map=how.in_map or way_into(eqn) == "shard_map")
-            bodies = [_rewritten(inside.jaxpr, known, inner) for inside in entry.bodies]
-            if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
-                eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
+        inner = how._replace(in_map=how.in_map or way_into(old) == "shard_map")
+        eqn = with_rewritten_bodies(old, lambda inside, inner=inner: _rewritten(inside, known, inner))
         eqns += _in_front_of_loop(eqn, how) if eqn.primitive.name in ("scan", "while") else [eqn]
     if all(new is old for new, old in zip(eqns, open_jaxpr(jaxpr).eqns, strict=False)):
         return jaxpr

@@ -15,8 +15,7 @@ import jax.extend.core as jec
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations
 from .._jaxpr import Memo
-from .._plan.bodies import with_replaced_bodies
-from .._plan.higher_order import describe
+from .._plan.higher_order import with_rewritten_bodies
 from .._structure import Numbering
 from .._traits import traits_of
 
@@ -46,7 +45,7 @@ class _Body:
         for eqn in self.body.eqns:
             results = self.numbering.results(eqn, numbers)
             numbers.update(zip(eqn.outvars, results, strict=True))
-            self._add(_with_merged_bodies(eqn, known), results)
+            self._add(with_rewritten_bodies(eqn, lambda inside: _merged(inside, known)), results)
         outs = [self._atom(v) for v in self.body.outvars]
         if not self.merged_into and all(a is b for a, b in zip(self.eqns, self.body.eqns, strict=True)):
             return jaxpr
@@ -82,16 +81,6 @@ class _Body:
                 kept.append(eqn)
                 read.update(v for v in eqn.invars if not isinstance(v, Literal))
         return kept[::-1]
-
-
-def _with_merged_bodies(eqn: Any, known: Memo) -> Any:
-    entry = describe(eqn)
-    if entry is None or entry.lazy:
-        return eqn
-    new = [_merged(body.jaxpr, known) for body in entry.bodies]
-    if all(jaxpr is body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
-        return eqn
-    return eqn.replace(params=with_replaced_bodies(eqn, entry, new))
 
 
 def _multiplies(eqn: Any) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_equations
 from .._jaxpr import Memo
-from .._plan.bodies import with_replaced_bodies
-from .._plan.higher_order import describe
+from .._plan.higher_order import with_rewritten_bodies
 from .._plan.plan import Setting
 from .._primitives.quantize import QUANTIZE, SCALE
 
@@ -38,12 +37,7 @@ def _rewritten(jaxpr: Jaxpr, known: Memo) -> Jaxpr:
             if same is not eqn:
                 instead.update(zip(eqn.outvars, same.outvars, strict=True))
                 continue
-        entry = describe(eqn)
-        if entry is not None and not entry.lazy:
-            bodies = [_shared(inside.jaxpr, known) for inside in entry.bodies]
-            if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
-                eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
-        eqns.append(eqn)
+        eqns.append(with_rewritten_bodies(eqn, lambda inside: _shared(inside, known)))
     if len(eqns) == len(body.eqns) and all(new is old for new, old in zip(eqns, body.eqns, strict=True)):
         return jaxpr
     return with_equations(jaxpr, eqns, renamed(body.outvars))

@@ -26,8 +26,7 @@ from .._compat import (
     with_operands,
 )
 from .._jaxpr import Memo, cast_equation, equation_at, in_dtype
-from .._plan.bodies import with_replaced_bodies
-from .._plan.higher_order import describe
+from .._plan.higher_order import with_rewritten_bodies
 from .._plan.plan import Setting
 from .._primitives.low_copy import WITH_COPY
 
@@ -55,12 +54,7 @@ class _Loops:
 
     def _equations(self, eqn: Any) -> list[Any]:
         """An equation, with loops inside of it rewritten. If it is a loop, with what is widened in front of it."""
-        entry = describe(eqn)
-        if entry is None or entry.lazy:
-            return [eqn]
-        bodies = [self.rewritten(inside.jaxpr) for inside in entry.bodies]
-        if any(new is not inside.jaxpr for new, inside in zip(bodies, entry.bodies, strict=True)):
-            eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
+        eqn = with_rewritten_bodies(eqn, self.rewritten)
         if eqn.primitive.name != "scan" or eqn.params["length"] in range(_FEW + 1):  # one that is not known is not
             return [eqn]
         count, _ = scan_counts(eqn.params)

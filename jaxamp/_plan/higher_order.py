@@ -8,10 +8,21 @@ An entry of the table has three functions:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._compat import COMPOSITE_BODY, Primitive, primitives
-from .bodies import Describe, Entry, call, describe_cond, describe_hi, describe_scan, describe_shard_map, describe_while
+from .._compat import COMPOSITE_BODY, Jaxpr, Primitive, primitives
+from .bodies import (
+    Describe,
+    Entry,
+    call,
+    describe_cond,
+    describe_hi,
+    describe_scan,
+    describe_shard_map,
+    describe_while,
+    with_replaced_bodies,
+)
 from .evaluations import (
     Call,
     Evaluate,
@@ -78,6 +89,17 @@ def describe(eqn: Any) -> Entry | None:
     """The inside of `eqn`; None for a primitive that is not entered."""
     found = higher_order(eqn.primitive)
     return None if found is None else found.describe(eqn)
+
+
+def with_rewritten_bodies(eqn: Any, rewrite: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """`eqn` with its bodies rewritten; itself if they stay the same, or are not entered."""
+    entry = describe(eqn)
+    if entry is None or entry.lazy:
+        return eqn
+    new = [rewrite(body.jaxpr) for body in entry.bodies]
+    if all(jaxpr is body.jaxpr for jaxpr, body in zip(new, entry.bodies, strict=True)):
+        return eqn
+    return eqn.replace(params=with_replaced_bodies(eqn, entry, new))
 
 
 def register_higher_order(
