@@ -527,6 +527,26 @@ def main():
             found[name] = sum(kernel.count("f32[8,512,64]") for kernel in kernels)
         return found
 
+    def mixed():
+        """How often a norm in front of a matmul of tokens is written in float32, in its gradient."""
+
+        def loss(w, x):
+            h = x @ w["in"]
+            norm = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1e-6)
+            tokens = (norm * w["scale"] + w["offset"]).swapaxes(1, 2)
+            return jnp.mean((h + (tokens @ w["mix"] @ w["back"]).swapaxes(1, 2)) ** 2)
+
+        sizes = {"in": (64, 256), "scale": (256,), "offset": (256,), "mix": (196, 128), "back": (128, 196)}
+        w = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in sizes.items()}
+        x = jax.ShapeDtypeStruct((32, 196, 64), jnp.float32)
+        found = {}
+        for name, disabled in (("with", []), ("without", ["round_norm_cotangents"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            text = compiled(jax.grad(amp), w, x, donate=()).as_text()
+            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
+            found[name] = sum(kernel.count("f32[32,196,256]") for kernel in kernels)
+        return found
+
     def experts():
         """How many matmuls eight experts have, and how many rows they multiply for each that there is."""
 
@@ -650,6 +670,7 @@ def main():
         "filters": filters,
         "causal": causal,
         "spectral": spectral,
+        "mixed": mixed,
         "experts": experts,
         "recurrent": recurrent,
         "parallel": parallel,

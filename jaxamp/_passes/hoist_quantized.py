@@ -13,6 +13,7 @@ Backward passes of loops profit by themselves: what is quantised is an operand o
 `in_front` does the same for a whole program without loops: its parameters are quantised before anything else.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def _rewrite(jaxpr: Jaxpr, known: Memo, how: _How) -> Jaxpr:
     eqns: list[Any] = []
     for old in open_jaxpr(jaxpr).eqns:
         inner = how._replace(in_map=how.in_map or way_into(old) == "shard_map")
-        eqn = with_rewritten_bodies(old, lambda inside, inner=inner: _rewritten(inside, known, inner))
+        eqn = with_rewritten_bodies(old, functools.partial(_rewritten, known=known, how=inner))
         eqns += _in_front_of_loop(eqn, how) if eqn.primitive.name in ("scan", "while") else [eqn]
     if all(new is old for new, old in zip(eqns, open_jaxpr(jaxpr).eqns, strict=False)):
         return jaxpr

@@ -41,8 +41,9 @@ def _rewritten(jaxpr: Jaxpr, known: Memo) -> Jaxpr:
         eqns.append(eqn)
     if all(new is old for new, old in zip(eqns, body.eqns, strict=True)):
         return jaxpr
-    read = {v for eqn in (*eqns, body) for v in (body.outvars if eqn is body else eqn.invars) if type(v) is Var}
-    return with_equations(jaxpr, [eqn for eqn in eqns if eqn.primitive is not lax.concatenate_p or eqn.outvars[0] in read])
+    read = {v for atoms in (*(eqn.invars for eqn in eqns), body.outvars) for v in atoms if not isinstance(v, Literal)}
+    is_needed = lambda eqn: eqn.primitive is not lax.concatenate_p or eqn.outvars[0] in read
+    return with_equations(jaxpr, list(filter(is_needed, eqns)))
 
 
 def _parts(v: Any, axis: int, parts: dict[tuple[Var, int], list[Any]]) -> list[Any]:

@@ -3,10 +3,10 @@
     y = silu(norm(x) * scale + offset) @ w
 
 The backward pass of a norm reads the cotangent of its result many times: for the scale, the offset, the mean, the
-variance, and last for `x`. With an activation in between, or axes in another order, as in an MLP mixer, XLA makes it
-once and writes it in float32, although what comes out of the matmul is rounded. Here it is written rounded as well. An
-activation by comparison, as a relu is, XLA repeats for each reader. Writing its cotangent once was tried, and is
-slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
+variance, and last for `x`. With an activation in between, or another axis last, as in an MLP mixer, XLA writes it in
+float32, although what comes out of the matmul is rounded: once, or once for each reader. Here it is written once, and
+rounded as well. An activation by comparison, as a relu is, XLA repeats for each reader. Writing its cotangent once was
+tried, and is slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
 """
 
 from collections.abc import Iterator
@@ -80,13 +80,14 @@ def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
     while waiting:
         for reader in readers.get(waiting.pop(), []):
             if reader.format is not None and reader.format.low:
+                is_costly = is_costly or _is_turned(plan, reader, readers)
                 continue
             if reader.place == last or not _is_free_activation(plan, reader.place):
                 return False
             if reader.place not in seen:
                 seen.add(reader.place)
                 eqn, bends = plan.eqns[reader.place], _bends(plan.eqns[reader.place])
-                is_costly = is_costly or bends or eqn.primitive is lax.transpose_p
+                is_costly = is_costly or bends or _turns(eqn)
                 is_held_low = all(out.is_low for out in plan.steps[reader.place].outs)
                 waiting += [] if bends and is_held_low else eqn.outvars
     return is_costly
@@ -108,6 +109,27 @@ def _is_elementwise(eqn: Any) -> bool:
 def _bends(eqn: Any) -> bool:
     """Whether an equation is nonlinear, or has a nonlinear one inside."""
     return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for inner in _equations_in(eqn))
+
+
+def _turns(eqn: Any) -> bool:
+    """Whether it moves the last axis. XLA turns others where they are read."""
+    if eqn.primitive is not lax.transpose_p:
+        return False
+    *_, last = eqn.params["permutation"]
+    return last != len(eqn.params["permutation"]) - 1
+
+
+def _is_turned(plan: Plan, reader: Reader, readers: Readers) -> bool:
+    """Whether what reads a value turns it, perhaps after moving it."""
+    while reader.place < len(plan.eqns):
+        eqn = plan.eqns[reader.place]
+        if _turns(eqn):
+            return True
+        following = [r for v in eqn.outvars for r in readers.get(v, [])]
+        if not traits_of(eqn.primitive).moves or len(following) != 1:
+            return False
+        (reader,) = following
+    return False
 
 
 def _reduces(eqn: Any) -> bool:

@@ -9,6 +9,7 @@ from plans import plan_of
 
 import jaxamp
 from jaxamp._passes.cotangents import share_cotangents
+from jaxamp._passes.early_rounding import round_early
 from jaxamp._passes.norms import NormResult, round_norm_cotangents
 
 W, SCALE, OFFSET, X = normal(0, 8, 8, scale=0.4), 1 + 0.1 * normal(1, 8), normal(2, 8), normal(3, 16, 8)
@@ -38,7 +39,7 @@ def block(norm, act):
 
 
 def found(fn):
-    plan = plan_of(fn, PARAMS, X, passes=(round_norm_cotangents, share_cotangents))
+    plan = plan_of(fn, PARAMS, X, passes=(round_early, round_norm_cotangents, share_cotangents))
     return [part for part in plan.parts if isinstance(part, NormResult)]
 
 
@@ -58,8 +59,12 @@ def test_activations_too(act):
 
 @pytest.mark.parametrize(
     "turned",
-    [lambda w, z: z.T @ z, lambda w, z: jnp.sum(z.reshape(4, 4, 8).swapaxes(1, 2) @ w[:4], 1)],
-    ids=["whole", "axes"],
+    [
+        lambda w, z: z.T @ z,
+        lambda w, z: z.reshape(4, 4, 8).swapaxes(1, 2) @ w[:4],
+        lambda w, z: z[::-1].reshape(4, 4, 8).swapaxes(1, 2) @ w[:4],
+    ],
+    ids=["whole", "axes", "after moves"],
 )
 def test_transposes_in_front_of_a_matmul_too(turned):
     """As in an MLP mixer: XLA would write the cotangent turned, in float32."""
@@ -77,6 +82,7 @@ def pinned(x, *rest):
 LEFT_ALONE = {
     "a relu": block(layer_norm, jax.nn.relu),
     "no activation": block(layer_norm, lambda z: z),
+    "windows": block(layer_norm, lambda z: z.reshape(2, 2, 2, 2, 8).swapaxes(1, 2)),
     "no norm": block(lambda x, scale, offset: x * scale + offset, jax.nn.silu),
     "read in float32 as well": block(layer_norm, lambda z: jax.nn.silu(z) + jnp.sum(z)),
     "returned": lambda params, x: jax.nn.silu(layer_norm(x @ params[0], *params[1:])),

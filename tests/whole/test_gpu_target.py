@@ -29,6 +29,7 @@ QUESTIONS = {
     "filters": ["filters"],
     "causal": ["causal"],
     "spectral": ["spectral"],
+    "mixed": ["mixed"],
     "experts": ["experts"],
     "recurrent": ["recurrent"],
     "parallel": ["parallel"],
@@ -169,6 +170,11 @@ def test_causal_convolutions_keep_their_holes_and_nothing_is_added_to_them(answe
 def test_activations_between_transforms_are_low(answers):
     """Transforms read and write float32, but turned: the time is their last axis."""
     assert answers["spectral"]["with"] <= answers["spectral"]["without"] / 2
+
+
+def test_norms_in_front_of_matmuls_of_tokens_are_not_written_in_float32(answers):
+    """Their cotangents come turned, for the scale, the mean and the variance: XLA would write one for each."""
+    assert answers["mixed"]["with"] == 0 < answers["mixed"]["without"]
 
 
 def test_experts_multiply_their_own_rows(answers):
