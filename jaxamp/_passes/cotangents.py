@@ -41,7 +41,7 @@ def share_cotangents(plan: Plan) -> Plan:
     if not found:
         return plan
     scaled, readers = _scaled(plan), plan.readers()
-    others = _no_biases(plan, scaled)
+    others = _no_biases(plan, _scaled(plan, float32_too=True))
     kept = frozenset(part.last for part in plan.parts if isinstance(part, Activation))
 
     def shared(i: int) -> Part:
@@ -50,11 +50,11 @@ def share_cotangents(plan: Plan) -> Plan:
     return plan._replace(parts=map_steps(plan.parts, shared))
 
 
-def _no_biases(plan: Plan, scaled: Set[Var]) -> frozenset[Var]:
+def _no_biases(plan: Plan, multiplied: Set[Var]) -> frozenset[Var]:
     """Results that have no cotangent in common with a bias or a table of parameters.
 
     Those of convolutions, reshaped or not; few numbers that were repeated by hand; and what is made of activations,
-    such as means.
+    such as means, but not by a matmul (`multiplied`), as a bias of attention for each pair is.
     """
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
@@ -63,7 +63,7 @@ def _no_biases(plan: Plan, scaled: Set[Var]) -> frozenset[Var]:
                 (atom, *_) = eqn.invars
                 is_one = size_of(var.aval) > size_of(atom.aval) or _is_any(found, [atom])
             else:
-                of_activations = value.sensitivity is not FREE and var not in scaled
+                of_activations = value.sensitivity is not FREE and var not in multiplied
                 moved = traits_of(eqn.primitive).keeps_all_entries and _is_any(found, eqn.invars)
                 is_one = of_activations or moved or eqn.primitive is lax.conv_general_dilated_p
             if is_one:
@@ -71,18 +71,20 @@ def _no_biases(plan: Plan, scaled: Set[Var]) -> frozenset[Var]:
     return frozenset(found)
 
 
-def _scaled(plan: Plan) -> frozenset[Var]:
-    """Low results that were scaled by a number or moved, perhaps in float32, as scores of attention are."""
+def _scaled(plan: Plan, float32_too: bool = False) -> frozenset[Var]:
+    """Low results that were scaled by a number, moved, or had a bias added, perhaps in float32: scores of attention.
+
+    Or, `float32_too`, results of matmuls of any dtype.
+    """
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
-        traits, large = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
-        is_scaled = (
-            (traits.product or traits.keeps_all_entries)
-            and len(large) == 1
-            and large == [*eqn.invars[:1]]
-            and _is_any(found, large)
-        )
-        found.update(var for var, value in plan.values_of(i) if value.is_low or is_scaled)
+        traits, arrays = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
+        if traits.sum:
+            large = [v for v in arrays if v.aval.shape == eqn.outvars[0].aval.shape]
+        else:
+            large = arrays if (traits.product or traits.keeps_all_entries) and arrays == [*eqn.invars[:1]] else []
+        is_one = (float32_too and traits.matrix_unit) or (len(large) == 1 and _is_any(found, large))
+        found.update(var for var, value in plan.values_of(i) if value.is_low or is_one)
     return frozenset(found)
 
 

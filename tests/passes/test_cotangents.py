@@ -136,6 +136,35 @@ def test_cotangents_of_statistics_are_left_alone():
     assert [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized"] == []
 
 
+PAIRS = {
+    "as it is": lambda h, w, b: h @ w,
+    "with a bias": lambda h, w, b: h @ w + b,
+    "scaled": lambda h, w, b: 0.5 * (h @ w + b),
+    "of few": lambda h, w, b: h[..., :2] @ w[:2],
+    "an outer product": lambda h, w, b: jnp.einsum("ic,jc,ch->ijh", h[0], h[1], w),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_scores_and_a_bias_for_each_pair_share_one_cotangent(pair):
+    """As in AlphaFold: all rows attend with a bias that is made from the pairs. XLA would write float32 for its sum."""
+
+    def fn(params, z):
+        (_, w, b), h = params, jnp.tanh(z @ params[0])
+        bias = pair(h, w, b).transpose(2, 0, 1)
+        heads = h.reshape(*h.shape[:2], 4, -1)
+        scores = jnp.einsum("iqhd,ikhd->ihqk", heads, heads) / 2 + bias[None]
+        return jnp.sum(jnp.einsum("ihqk,ikhd->iqhd", jax.nn.softmax(scores), heads) ** 2)
+
+    params, z = (normal(6, 16, 16, scale=0.3), normal(7, 16, 4), normal(8, 4)), normal(9, 6, 6, 16)
+    found = equations(jax.make_jaxpr(jax.grad(AMP(fn)))(params, z))
+    held = [eqn for eqn in found if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    dtypes = {str(eqn.params["dtype"]) for eqn in held if eqn.outvars[0].aval.shape == (6, 4, 6, 6)}
+    assert "bfloat16" in dtypes
+    grads, expected = jax.jit(jax.grad(AMP(fn)))(params, z), in_float64(jax.grad(fn), params, z)
+    assert_near(grads[:2], expected[:2], 3e-2)  # a softmax does not feel the last: it is the same for all entries
+
+
 @pytest.mark.parametrize("after", [lambda y, x: y, lambda y, x: y * jnp.exp(x[..., :1])])  # low, and an island
 def test_a_sum_with_a_bias_is_transposed_as_the_linear_function_it_is(after):
     fn = lambda w, b, x: jnp.sum(after(x @ w.T + b, x), (0, 1))
