@@ -115,8 +115,8 @@ def _turns(eqn: Any) -> bool:
     """Whether it moves the last axis. XLA turns others where they are read."""
     if eqn.primitive is not lax.transpose_p:
         return False
-    *_, last = eqn.params["permutation"]
-    return last != len(eqn.params["permutation"]) - 1
+    permutation = eqn.params["permutation"]
+    return len(permutation) > 0 and permutation[-1] != len(permutation) - 1
 
 
 def _is_turned(plan: Plan, reader: Reader, readers: Readers) -> bool:
