@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from ._contest import Compiled, compile_step
-from ._gpus import devices
+from ._gpus import devices, plugin_is_here
 from ._networks import SIZES, Sizes
 from ._sides import SIDES, Case, ask_for_upstream, choose
 from ._tables import Column, number, parser, progress, publish, significant
@@ -82,6 +82,8 @@ def _between(guess: int, fits: int, too_large: int | None, unit: int) -> int:
 
 
 class Question(NamedTuple):
+    """What is asked of each side."""
+
     case: Case
     limit: int
     probes: int
@@ -128,6 +130,8 @@ def main() -> None:
     sizes = SMALL if options.small else SIZES[options.network]
     limit = limit_of(options)
     case = Case(options.network, sizes, options.layers == "scan")
+    if options.ahead and not plugin_is_here():
+        raise SystemExit('--ahead needs JAX\'s CUDA plugin, which is not here. Install it: pip install "jax[cuda12]".')
     place = SingleDeviceSharding(devices(1)[0]) if options.ahead else None
     question = Question(case, limit, 2 if options.small else 6, place)
     names = choose(options.sides)
@@ -137,7 +141,7 @@ def main() -> None:
     about = {"network": options.network, "layers": options.layers, "sizes": sizes._asdict()}
     table = [{**about, "side": name, "title": SIDES[name].title, **row} for name, row in rows.items()]
     notes = [f"Temporary GiB at batch {sizes.batch}; limit {limit / 2**30:.4g} GiB, including arguments and results."]
-    notes += ["Compiled for an NVIDIA H200 without having it."] if options.ahead else []
+    notes += ["Compiled for an NVIDIA H200 without having it, with cuBLAS for all matmuls."] if options.ahead else []
     publish("memory", COLUMNS, table, notes, options.json)
 
 

@@ -397,3 +397,10 @@ def test_every_network_of_the_zoo_runs_on_every_side(name, tmp_path):
     assert all(row["ms"] > 0 and row["note"] is None for row in rows.values())
     assert rows["float32"]["error"] < 1e-5
     assert all(1e-5 < rows[side]["error"] < 0.5 for side in sides[1:])
+
+
+def test_memory_is_not_asked_of_another_device_in_place_of_a_gpu_that_cannot_be_compiled_for(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["memory", "--small", "--ahead"])
+    monkeypatch.setattr(memory, "plugin_is_here", lambda: False)
+    with pytest.raises(SystemExit, match=r"--ahead needs JAX's CUDA plugin.*pip install"):
+        memory.main()
