@@ -1,6 +1,5 @@
 """Compare the sides of a training step: compile each, let them take turns, and check that their losses agree."""
 
-import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,24 +37,27 @@ class Compiled(NamedTuple):
         return arguments + results + found.temp_size_in_bytes
 
 
-def compile_step(side: Side, case: Any, place: Sharding | None = None) -> Compiled:
-    """Compile a side from shapes, without allocating anything. `place`: on a GPU that need not be here."""
+def lower_step(side: Side, case: Any, place: Sharding | None = None) -> tuple[Step, Any]:
+    """A side's step, lowered from shapes, without allocating anything. `place`: on a GPU that need not be here."""
     if side.make is None:
         raise Unavailable("not in this benchmark")
     step = side.make(case)
-    lowered: list[Any] = []
     shapes = jax.eval_shape(step.init)
+    if place is None:
+        return step, jax.jit(step.run, donate_argnums=0).lower(*shapes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+    return step, lower_for(step.run, *shapes, donate_argnums=0)
+
+
+def compile_step(side: Side, case: Any, place: Sharding | None = None) -> Compiled:
+    """Compile a side, as `lower_step` lowers it."""
+    done: list[Any] = []
+    lower_s = seconds(lambda: done.extend(lower_step(side, case, place)))
+    step, lowered = done
     # Without a GPU to try them on, XLA finds no settings for some of its own matmuls.
     options = None if place is None else {"xla_gpu_enable_triton_gemm": False}
-    if place is None:
-        lower = jax.jit(step.run, donate_argnums=0).lower
-    else:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-        lower = functools.partial(lower_for, step.run, donate_argnums=0)
-    lower_s = seconds(lambda: lowered.append(lower(*shapes)))
-    compiled: list[Any] = []
-    compile_s = seconds(lambda: compiled.append(lowered[0].compile(options)))
-    return Compiled(step, compiled[0], lower_s, compile_s)
+    compile_s = seconds(lambda: done.append(lowered.compile(options)))
+    return Compiled(step, done[-1], lower_s, compile_s)
 
 
 class Training:

@@ -23,6 +23,7 @@ from .lookups import sum_lookups
 from .masks import spread_masks
 from .negated_lookups import write_negated_lookups
 from .norms import round_norm_cotangents
+from .outer_products import multiply_outer_products
 from .pools import pool_by_places
 from .recompute import recompute
 from .recurrences import derive_recurrences
@@ -42,6 +43,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,
     order_results,
     align_matmuls,
+    multiply_outer_products,
     low_softmaxes,
     hold_streams_low,
     derive_recurrences,  # whose sums are held low

@@ -6,7 +6,8 @@ an axis is repeated before it is rounded: its gradient, a sum along that axis, i
 
 The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these. So
 are those that come from a relu, or an activation whose result is kept: XLA writes them, rounded, in the kernel that
-sums them for the bias.
+sums them for the bias. Not those that come from a gelu, or another float32 activation that is costly: XLA would write
+these in float32, or the exponentials of which they are made.
 """
 
 from collections.abc import Sequence, Set
@@ -25,6 +26,7 @@ from .._primitives.barriers import materialize_cotangent
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 from .activations import Activation
+from .norms import is_activated
 
 
 def share_cotangents(plan: Plan) -> Plan:
@@ -42,12 +44,28 @@ def share_cotangents(plan: Plan) -> Plan:
         return plan
     scaled, readers = _scaled(plan), plan.readers()
     others = _no_biases(plan, _scaled(plan, float32_too=True))
+    convolved = _convolved(plan)
     kept = frozenset(part.last for part in plan.parts if isinstance(part, Activation))
 
     def shared(i: int) -> Part:
-        return SharedCotangent((i,), others, scaled, _is_chosen(plan, i, readers, kept)) if i in found else i
+        if i not in found:
+            return i
+        alone = _is_any(others - convolved, plan.eqns[i].invars) or _is_chosen(plan, i, readers, kept)
+        if not alone and _is_any(convolved, plan.eqns[i].invars):
+            alone = not is_activated(plan, i, readers)
+        return SharedCotangent((i,), others, scaled, alone)
 
     return plan._replace(parts=map_steps(plan.parts, shared))
+
+
+def _convolved(plan: Plan) -> frozenset[Var]:
+    """Results of convolutions, reshaped or not."""
+    found: set[Var] = set()
+    for eqn in plan.eqns:
+        traits = traits_of(eqn.primitive)
+        if traits.convolves or (traits.keeps_all_entries and _is_any(found, eqn.invars)):
+            found.update(eqn.outvars)
+    return frozenset(found)
 
 
 def _no_biases(plan: Plan, multiplied: Set[Var]) -> frozenset[Var]:
@@ -65,7 +83,7 @@ def _no_biases(plan: Plan, multiplied: Set[Var]) -> frozenset[Var]:
             else:
                 of_activations = value.sensitivity is not FREE and var not in multiplied
                 moved = traits_of(eqn.primitive).keeps_all_entries and _is_any(found, eqn.invars)
-                is_one = of_activations or moved or eqn.primitive is lax.conv_general_dilated_p
+                is_one = of_activations or moved or traits_of(eqn.primitive).convolves
             if is_one:
                 found.add(var)
     return frozenset(found)
@@ -143,7 +161,7 @@ class SharedCotangent(NamedTuple):
     parts: tuple[Part, ...]
     others: frozenset[Var]  # see `_no_biases`
     scaled: frozenset[Var]  # see `_scaled`
-    is_chosen: bool  # whether the cotangent comes from activations with cheap derivatives
+    alone: bool  # whether the cotangent of a sum is left as it is
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
         return self._replace(parts=parts)
@@ -159,7 +177,7 @@ class SharedCotangent(NamedTuple):
                 for v, format_ in zip(eqn.invars, step.reads, strict=True)
             ]
             outs = runner.operate(plan, i, operands)
-            if traits_of(eqn.primitive).sum and not self.is_chosen and not _is_any(self.others, eqn.invars):
+            if traits_of(eqn.primitive).sum and not self.alone:
                 free = plan.setting.keep != "all" and not step.is_pinned
                 outs = _with_one_cotangent(env, eqn, step.reads, outs, low, self.scaled if free else frozenset())
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):
@@ -178,7 +196,7 @@ def _operand(env: Environment, eqn: Any, atom: Any, format_: Format | None, low:
     if x.dtype == format_.dtype and not is_table:
         return x
     x = lax.broadcast_in_dim(x, shape, range(x.ndim))
-    if is_table or (rounded and not traits_of(eqn.primitive).sum):
+    if is_table:
         x = materialize_cotangent(x, low.dtype if rounded else x.dtype, row_major=first is not None)
     return cast(x, format_.dtype)
 

@@ -30,7 +30,7 @@ def round_norm_cotangents(plan: Plan) -> Plan:
     wide = [i for i in plan.parts if isinstance(i, int) and _may_end_norm(plan, i)]
     readers = plan.readers() if wide else {}
     made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if wide else {}
-    chains = {i: _chain(plan, i, readers, made) for i in wide if _is_activated(plan, i, readers)}
+    chains = {i: _chain(plan, i, readers, made) for i in wide if is_activated(plan, i, readers)}
     inside = {j for chain in chains.values() for j in chain or ()}
     found = {i for i, chain in chains.items() if chain is not None and i not in inside}
     if not found:
@@ -70,7 +70,7 @@ def _large(eqn: Any) -> Iterator[Var]:
     return (v for v in eqn.invars if not isinstance(v, Literal) and size_of(v.aval) == size > 1)
 
 
-def _is_activated(plan: Plan, i: int, readers: Readers) -> bool:
+def is_activated(plan: Plan, i: int, readers: Readers) -> bool:
     """Whether all that is made of a result is read low after element-wise work that XLA does not repeat.
 
     Some of it is nonlinear, or a transpose. An activation may be held low instead.

@@ -39,7 +39,7 @@ from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, Step,
 from .._plan.residuals import is_expensive
 from .._primitives.barriers import materialize, materialize_cotangent
 from .._traits import traits_of
-from .._traits.matmul_cost import size_of
+from .._traits.matmul_cost import is_outer_product, size_of
 
 
 def hold_streams_low(plan: Plan) -> Plan:
@@ -68,7 +68,10 @@ def hold_streams_low(plan: Plan) -> Plan:
     written = {i for i in changed if i in wide_for_all | pooled or asked(i, _goes_on)}
     plan = plan.with_steps(changed)
     return plan._replace(
-        parts=map_steps(plan.parts, lambda i: Written((i,), i, i not in pooled) if i in written else i)
+        parts=map_steps(
+            plan.parts,
+            lambda i: Written((i,), i, i not in pooled, i in of_matmuls and _adds_turned(plan, i)) if i in written else i,
+        )
     )
 
 
@@ -78,6 +81,7 @@ class Written(NamedTuple):
     parts: tuple[Part, ...]
     last: int
     cotangent: bool
+    row_major: bool  # whether it is laid out in the order of its axes
 
     def with_parts(self, parts: tuple[Part, ...]) -> "Written":
         return self._replace(parts=parts)
@@ -87,8 +91,8 @@ class Written(NamedTuple):
         ((var, value),) = plan.values_of(self.last)
         low = plan.setting.formats.compute_dtype
         with runner.at(plan, self.last):
-            x = materialize(env.read(var), low)
-            env.write(var, materialize_cotangent(x, low, row_major=False) if self.cotangent else x, value)
+            x = materialize(env.read(var), low, self.row_major)
+            env.write(var, materialize_cotangent(x, low, row_major=self.row_major) if self.cotangent else x, value)
 
 
 def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
@@ -182,29 +186,65 @@ def _adds_several(eqn: Any) -> bool:
 def _sums_of_matmuls(plan: Plan, wide: Sequence[int], readers: Readers, transformed: Collection[Var]) -> set[int]:
     """Sums of two low matmuls or more, and of biases, that are read in float32. Nothing else reads what they add.
 
-    A Fourier transform of rounded values counts as a matmul.
+    Each may be scaled by few numbers, and other low values may be added that are. A Fourier transform of rounded values
+    counts as a matmul.
     """
     sums = [i for i in wide if traits_of(plan.eqns[i].primitive).sum and not plan.setting.formats.is_narrow]
     if not sums or plan.setting.keep == "all":
         return set()
     made: dict[Var, int] = {}  # by which operation
-    matmuls: list[int] = []  # how many each operation adds, itself counted; 0 if it adds something else
+    matmuls: list[int | None] = []  # how many each operation adds, itself counted; None if it adds something else
+    low = {v for v, value in zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True) if value.is_low}
     for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True)):
         made.update(dict.fromkeys(eqn.outvars, i))
-        traits, found = traits_of(eqn.primitive), 0
+        low.update(v for v, value in plan.values_of(i) if value.is_low)
+        traits, found = traits_of(eqn.primitive), None
         adds = traits.sum or traits.keeps_all_entries or traits.passes_on
-        if traits.matmul:
-            found = int(step.outs[0].is_low)
+        if traits.matmul and not is_outer_product(eqn):
+            found = 1 if step.outs[0].is_low else None
         elif not adds and any(v in transformed for v in eqn.outvars):
             found = 1
-        elif eqn.outvars and (adds or _moves(eqn, step)) and not step.is_pinned and step.mode is not Mode.RULE:
-            large = [v for v in eqn.invars if (_is_large if adds else _is_most)(v, eqn.outvars[0])]
-            counts = [matmuls[made[v]] if v in made and len(readers[v]) == 1 else 0 for v in large]
-            found = sum(counts) if all(counts) else 0
+        elif _is_linear(eqn, step) and not step.is_pinned and step.mode is not Mode.RULE:
+            scales = _scales(eqn)
+            large = [v for v in eqn.invars if (_is_large if adds or scales else _is_most)(v, eqn.outvars[0])]
+            counts = [matmuls[made[v]] if v in made and len(readers[v]) == 1 else None for v in large]
+            if scales and counts == [None] and large[0] in low:
+                counts = [0]  # no matmul, and read as it is held
+            known = [count for count in counts if count is not None]
+            found = sum(known) if known and len(known) == len(counts) else None
         matmuls.append(found)
-    several = {i for i in sums if matmuls[i] > 1 and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))}
+    several = {i for i in sums if (matmuls[i] or 0) > 1 and _may_round(plan, readers.get(plan.eqns[i].outvars[0], []))}
     inside = {made[v] for i in several for v in plan.eqns[i].invars if not isinstance(v, Literal) and v in made}
     return several - inside
+
+
+def _is_linear(eqn: Any, step: Step) -> bool:
+    """Whether an operation adds arrays, moves their entries, or scales them by few numbers."""
+    traits = traits_of(eqn.primitive)
+    adds = traits.sum or traits.keeps_all_entries or traits.passes_on
+    return bool(eqn.outvars) and (adds or _scales(eqn) or _moves(eqn, step))
+
+
+def _scales(eqn: Any) -> bool:
+    """Whether it multiplies one array by few numbers, which are repeated, or divides it by them."""
+    large = [_is_large(v, eqn.outvars[0]) for v in eqn.invars]
+    is_product = traits_of(eqn.primitive).product or is_outer_product(eqn)
+    return is_product and sum(large) == 1 and (large[0] or eqn.primitive is not lax.div_p)
+
+
+def _adds_turned(plan: Plan, i: int) -> bool:
+    """Whether some results of matmuls that a sum adds are transposed. Those of convolutions have layouts of their own."""
+    made = {v: j for j, eqn in enumerate(plan.eqns) for v in eqn.outvars}
+    waiting, turned = [i], False
+    while waiting:
+        j = waiting.pop()
+        eqn, is_outer = plan.eqns[j], is_outer_product(plan.eqns[j])
+        if eqn.primitive is lax.conv_general_dilated_p:
+            return False
+        turned = turned or is_outer or eqn.primitive is lax.transpose_p
+        if is_outer or (_is_linear(eqn, plan.steps[j]) and not traits_of(eqn.primitive).matmul):
+            waiting += [made[v] for v in eqn.invars if _is_large(v, eqn.outvars[0]) and v in made]
+    return turned
 
 
 def _moves(eqn: Any, step: Step) -> bool:
@@ -358,8 +398,7 @@ def _is_transformed(eqn: Any, inside: list[bool] | None, own: Sequence[Any], kno
 def _is_product_of(eqn: Any, variables: Collection[Var]) -> bool:
     """Whether it is one of these variables times, or divided by, something; an outer product counts."""
     traits = traits_of(eqn.primitive)
-    is_outer = eqn.primitive is lax.dot_general_p and not any(eqn.params["dimension_numbers"][0])
-    if not (traits.product or is_outer or (traits.matmul and is_complex(eqn.outvars[0].aval))):
+    if not (traits.product or is_outer_product(eqn) or (traits.matmul and is_complex(eqn.outvars[0].aval))):
         return False
     factors = eqn.invars[:1] if eqn.primitive is lax.div_p else eqn.invars
     return any(not isinstance(v, Literal) and v in variables for v in factors)

@@ -14,7 +14,7 @@ from .._jaxpr import Memo, bind
 from .._primitives.kept import KEPT
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-from .residuals import is_cheap, is_kept
+from .residuals import is_cheap, is_cheap_or_activation, is_expensive, is_kept
 
 
 def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False) -> Any:
@@ -24,7 +24,8 @@ def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False) -> Any:
     cost.
     """
     eqn, body = _template(in_loop), open_jaxpr(jaxpr)
-    jaxpr = _with_kept(body, _masks_of_draws(body) | _results_as_multiplied(body, in_loop))
+    kept = _masks_of_draws(body) | _results_as_multiplied(body, in_loop)
+    jaxpr = _with_kept(body, kept if in_loop else kept | _activations_between_convolutions(body))
     is_hi = "_prim" in eqn.params
     changed = {"_prim": with_hi_checkpoint(eqn.params["_prim"], jaxpr, 0)} if is_hi else {"jaxpr": jaxpr}
     return eqn.replace(params={**eqn.params, **changed}, ctx=jaxpr.eqns[0].ctx if jaxpr.eqns else eqn.ctx)
@@ -58,6 +59,38 @@ def _masks_of_draws(jaxpr: Jaxpr) -> set[Var]:
             for v in eqn.outvars:
                 (masks if getattr(v.aval, "dtype", None) == np.bool_ else drawn).add(v)
     return masks
+
+
+def _activations_between_convolutions(jaxpr: Jaxpr) -> set[Var]:
+    """Costly float32 activations, such as a gelu, of a convolution's result with a bias, where a convolution reads them.
+
+    In the backward pass, XLA computes their exponentials once, for the activation and for its derivative, and writes
+    them for the second in float32: more bytes than the activation has. Between other matmuls one kernel makes both.
+    """
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    read = [eqn.invars[0] for eqn in jaxpr.eqns if traits_of(eqn.primitive).convolves]
+    return {v for v in read if not isinstance(v, Literal) and _is_costly_activation(v, made)}
+
+
+def _is_costly_activation(activation: Var, made: dict[Var, Any]) -> bool:
+    """Whether a value is a costly element-wise function in float32 of a convolution's result, perhaps with a bias."""
+    waiting, seen, is_costly = [activation], {activation}, False
+    while waiting:
+        v = waiting.pop()
+        if v not in made:
+            return False
+        eqn = made[v]
+        traits, operands = traits_of(eqn.primitive), _variables(eqn.invars)
+        large = [u for u in operands if size_of(u.aval) == size_of(activation.aval)]
+        is_repeated = traits.elementwise and not large  # such as a bias
+        if traits.convolves or is_repeated:
+            continue
+        if not is_cheap_or_activation(eqn) or not (traits.sum or traits.passes_on or len(large) == len(operands)):
+            return False
+        is_costly = is_costly or (is_expensive(eqn) and any(u.aval.dtype == np.float32 for u in operands))
+        waiting += [u for u in large if u not in seen]
+        seen.update(large)
+    return is_costly
 
 
 _LONGEST = 50  # operations between two matmuls

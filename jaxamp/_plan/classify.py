@@ -30,6 +30,7 @@ from .._policy.rules import (
 from .._primitives.matmul import has_mixed, is_mixed
 from .._primitives.quantized_matmul import is_quantized
 from .._traits import traits_of
+from .._traits.matmul_cost import is_outer_product
 from .bodies import Body, Entry
 from .higher_order import describe
 from .magnified import Magnified
@@ -310,7 +311,7 @@ class Classifier:
             return Reason(Why.FROM_POSITIONS)
         if _asks_for_precision(params.get("precision")):
             return _who_asks(params["precision"])
-        if eqn.primitive is lax.dot_general_p and not params["dimension_numbers"][0][0]:
+        if is_outer_product(eqn):
             return Reason(Why.OUTER_PRODUCT)
         return None
 

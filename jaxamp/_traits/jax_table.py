@@ -57,6 +57,7 @@ _TABLE: dict[str, str] = {
     "pairwise": "optimization_barrier sort psum psum_invariant pmax pmin device_put all_gather reduce_scatter",
     "writes_buffer": "dynamic_update_slice scatter",
     "matmul": "dot_general conv_general_dilated ragged_dot_general",
+    "convolves": "conv_general_dilated",
     "nonlinear": """
         acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 integer_pow log log1p
         logistic one_minus_square pow rsqrt sin sinh sqrt square tan tanh

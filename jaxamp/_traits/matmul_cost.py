@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax import lax
+
 
 class Dims(NamedTuple):
     """A matmul of (m, k) by (k, n); of a convolution, k is a window with its channels, n the features of a group."""
@@ -17,6 +19,11 @@ def size_of(aval: Any) -> int:
     """The number of entries; 0 if it is not known, as when a program is exported for any batch."""
     shape = getattr(aval, "shape", ())
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else 0
+
+
+def is_outer_product(eqn: Any) -> bool:
+    """Whether it is a matmul that contracts nothing."""
+    return eqn.primitive is lax.dot_general_p and not eqn.params["dimension_numbers"][0][0]
 
 
 def dims_of_dot(eqn: Any) -> Dims:

@@ -35,6 +35,7 @@ class Traits:
     # -- arithmetic
     matmul: bool = False  # bilinear in its first two operands: what a matrix unit does
     matrix_unit: bool = False  # a matmul, or something made of matmuls
+    convolves: bool = False  # a matmul of windows
     nonlinear: bool = False  # of one entry; its derivative needs a value that it reads or makes
     derivative_of_result: bool = False  # nonlinear, and its derivative is read off its result
     transcendental: bool = False  # nonlinear, and not a few products: XLA does not compute it twice to save memory
