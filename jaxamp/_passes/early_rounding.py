@@ -20,7 +20,7 @@ rounds inside: its gradient is summed in float32, and is not rounded (`lookups.p
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from jax import lax
@@ -40,13 +40,14 @@ _POOLS = lax.reduce_window_max_p, lax.reduce_window_min_p
 _AT_ZERO = lax.max_p, lax.min_p, lax.abs_p, lax.neg_p
 _WHY = Reason(Why.BY_PASS, "rounded before it, because its result is read low: that gives the same numbers")
 _JOINS = "concatenate", "stack"  # JAX does not export the second
-_FEW = 8  # readers of a value that is moved
+_FEW = 8  # readers of a value that is moved, and places of one that is repeated
 _PART = 2  # a value may be that many times as large as what is taken of it
 
 
 def round_early(plan: Plan) -> Plan:
     """Let moves, pools and activations like `relu` read their operands low, if their results are only read low."""
-    found = [i for i in plan.parts if isinstance(i, int) and _may_round(plan, i)] if plan.touched else []
+    alone = [part if isinstance(part, int) or len(part.parts) > 1 else part.parts[0] for part in plan.parts]
+    found = [i for i in alone if isinstance(i, int) and _may_round(plan, i)] if plan.touched else []
     if not found:
         return plan
     readers, lowered = plan.readers(), Memo()  # equations of a kind share a step
@@ -54,7 +55,7 @@ def round_early(plan: Plan) -> Plan:
     looked_up = _looked_up(plan)
     for i in reversed(found):
         eqn, step = plan.eqns[i], plan.steps[i]
-        if eqn.primitive.name in _JOINS and looked_up.isdisjoint(_floats(eqn.invars)):
+        if eqn.primitive.name in _JOINS and not any(_is_there(v, looked_up, readers) for v in _floats(eqn.invars)):
             continue
         is_read_low = all(_is_read_low(plan, v, readers.get(v, []), changed) for v in _floats(eqn.outvars))
         if (is_read_low or step.outs[0].is_low) and not _shares(eqn, step, readers):
@@ -96,6 +97,11 @@ def _looked_up(plan: Plan) -> set[Any]:
     return found
 
 
+def _is_there(v: Any, looked_up: Set[Any], readers: Readers) -> bool:
+    """Whether a part of a join is in memory: it was looked up, or something else reads it, as in a U-Net."""
+    return v in looked_up or len({reader.place for reader in readers[v]}) > 1
+
+
 # -- choices
 
 
@@ -132,7 +138,14 @@ def _only_moves(eqn: Any, step: Step) -> bool:
     if step.mode is Mode.ENTER:
         is_call = traits_of(eqn.primitive).plain_call
         return is_call and bool(body := _called(eqn, step)) and all(map(_only_moves_in, body))
-    return traits_of(eqn.primitive).rearranges and eqn.primitive is not lax.gather_p and not _is_clamped(step)
+    moves = traits_of(eqn.primitive).rearranges or _repeats(eqn)
+    return moves and eqn.primitive is not lax.gather_p and not _is_clamped(step)
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether it repeats entries, as a U-Net does to have larger images, and so few times that they may be summed low."""
+    is_one = eqn.primitive is lax.broadcast_in_dim_p and len(eqn.invars) == 1
+    return is_one and 1 < size_of(eqn.invars[0].aval) and size_of(eqn.outvars[0].aval) <= _FEW * size_of(eqn.invars[0].aval)
 
 
 def _is_clamped(step: Step) -> bool:

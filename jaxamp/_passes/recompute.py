@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jec
+import numpy as np
+from jax import lax
 
 from .._compat import (
     Jaxpr,
@@ -35,13 +37,13 @@ from .._compat import (
     with_equations,
 )
 from .._formats import float_dtype
-from .._jaxpr import Memo
+from .._jaxpr import Memo, equation_at
 from .._plan.bodies import functions_in, with_bodies
 from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._plan.residuals import is_cheap_or_activation, is_work, makes_complex
-from .._primitives.low_copy import LOW_COPY
+from .._primitives.low_copy import LOW_COPY, WITH_COPY
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -92,8 +94,11 @@ class _Cutter:
         body = open_jaxpr(jaxpr)
         runs = list(self._runs(body.eqns))
         sections = [section for run, outs in _with_results(body, runs) for section in self._sections(run, outs)]
+        widened = _widened(body, self._low)
+        sections = [_reading_low(section, widened) if section.inside else section for section in sections]
         found = list(_with_results(body, sections))
-        is_sure = self._whole or all(len(outs) <= _FEW for section, outs in found if section.inside)
+        handed = ([v for v in outs if v not in widened] for section, outs in found if section.inside)
+        is_sure = self._whole or all(len(outs) <= _FEW for outs in handed)
         savings = None if is_sure else Savings(jaxpr, [section.eqns for section in sections])
         eqns: list[Any] = []
         for i, (section, outs) in enumerate(found):
@@ -209,6 +214,33 @@ class _Cutter:
             if around and alive[place] <= min(around) and alive[place] < max(around):
                 ends.append(place + 1)
         return ends
+
+
+def _widened(body: Jaxpr, low: Any) -> dict[Var, Any]:
+    """Variables that are low values in float32, with the equations that widen these."""
+    casts = (eqn for eqn in body.eqns if eqn.primitive is lax.convert_element_type_p)
+    return {
+        eqn.outvars[0]: eqn
+        for eqn in casts
+        if not isinstance(eqn.invars[0], Literal)
+        and (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype) == (low, np.float32)
+    }
+
+
+def _reading_low(section: _Section, widened: dict[Var, Any]) -> _Section:
+    """A section that widens low values itself, where another one has widened them.
+
+    So the low ones are kept for it. Their gradients are still added in float32, where they were widened first.
+    """
+    made = {v for eqn in section.eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in section.eqns for v in eqn.invars if not isinstance(v, Literal))
+    again = {v: Var(v.aval) for v in read if v in widened and v not in made}
+    if not again:
+        return section
+    casts = [equation_at(section.eqns[0], WITH_COPY, [v, *widened[v].invars], new) for v, new in again.items()]
+    instead = lambda v: v if isinstance(v, Literal) else again.get(v, v)
+    eqns = [eqn.replace(invars=list(map(instead, eqn.invars))) for eqn in section.eqns]
+    return section._replace(eqns=casts + eqns)
 
 
 def _keeps_activation(eqn: Any) -> bool:

@@ -65,7 +65,7 @@ def hold_streams_low(plan: Plan) -> Plan:
         and plan.eqns[i].outvars[0] not in magnified
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
-    written = {i for i in changed if i in wide_for_all | pooled or asked(i, _goes_on)}
+    written = {i for i in changed if i in wide_for_all | pooled or _is_over_windows(plan, i) or asked(i, _goes_on)}
     plan = plan.with_steps(changed)
     return plan._replace(
         parts=map_steps(
@@ -129,9 +129,21 @@ def _is_read_low(readers: list[Reader]) -> bool:
 
 
 def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
-    """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16."""
+    """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16.
+
+    Or a maximum or an average over windows, which is in memory, too.
+    """
     several = len({reader.place for reader in readers}) > 1
-    return several and _adds_several(plan.eqns[i]) and not plan.setting.formats.is_narrow
+    is_one = _adds_several(plan.eqns[i]) or _is_over_windows(plan, i)
+    return several and is_one and not plan.setting.formats.is_narrow
+
+
+def _is_over_windows(plan: Plan, i: int) -> bool:
+    """Whether it is a maximum, a minimum or a sum over windows, perhaps divided by their size."""
+    eqn, made = plan.eqns[i], plan.eqns[i - 1] if i else None
+    if _scales(eqn) and made is not None and eqn.invars[0] in made.outvars:
+        eqn = made
+    return eqn.primitive in _WINDOWS
 
 
 def _is_pooled(plan: Plan, i: int, readers: Readers) -> bool:
@@ -261,6 +273,7 @@ def _is_most(atom: Any, out: Var) -> bool:
     return not isinstance(atom, Literal) and _is_number(atom.aval) and 2 * size_of(atom.aval) >= size_of(out.aval) > 1
 
 
+_WINDOWS = lax.reduce_window_max_p, lax.reduce_window_min_p, lax.reduce_window_sum_p
 _NEAR = 16  # equations: a gelu has eight
 _LEAST = 0.5  # a factor that leaves a product about as large as it was
 
@@ -438,6 +451,7 @@ def _is_as_exact(eqn: Any, inside: list[bool] | None, own: Sequence[Any], rounde
     if not rounded_own or traits.product:
         return False
     plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
+    plain = plain or eqn.primitive is lax.reduce_window_sum_p  # such an average is not much more exact than its entries
     return plain and len(rounded_own) == len(own)
 
 

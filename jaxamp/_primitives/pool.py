@@ -8,6 +8,7 @@ a number of one byte, and each entry of the gradient asks the few windows that i
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -123,9 +124,22 @@ def put_back_by_places(ct: Any, x: Any, *, windows: Windows) -> Any:
         total = functools.reduce(lax.add, found) if found else jnp.zeros(counts, wide)
         return total.astype(ct.dtype)
 
-    out = _side_by_side(together, windows.strides)
+    if windows.size == windows.strides:
+        out = _in_windows(shifted(ct, 0, (0,) * ct.ndim), shifted(chosen, -1, (0,) * ct.ndim), windows)
+    else:
+        out = _side_by_side(together, windows.strides)
     begins = [low for low, _ in windows.padding]
     return lax.slice(out, begins, [begin + size for begin, size in zip(begins, x.shape, strict=True)])
+
+
+def _in_windows(ct: Any, chosen: Any, windows: Windows) -> Any:
+    """Each number of `ct` in its window, at the place that was chosen, in one kernel: no entry is in two windows."""
+    alternating = lambda first, then: [size for pair in zip(first, then, strict=True) for size in pair]
+    ones = (1,) * ct.ndim
+    numbers = np.arange(math.prod(windows.size), dtype=np.int8).reshape(alternating(ones, windows.size))
+    spread = lambda value: value.reshape(alternating(ct.shape, ones))
+    out = jnp.where(spread(chosen) == numbers, spread(ct), ct.dtype.type(0))
+    return out.reshape([many * size for many, size in zip(ct.shape, windows.size, strict=True)])
 
 
 def _side_by_side(part: Callable[[tuple[int, ...]], Any], strides: Sequence[int], begin: tuple[int, ...] = ()) -> Any:
