@@ -15,8 +15,12 @@ once, rounded: XLA computes no exponential twice, so it would write it in float3
 
 The sum of two matmuls, `x @ w + h @ u`, is held low as well, where nothing else reads them: of both results, the
 backward pass would read only the sum. So is one of scores by content and by position, which are shifted or looked up
-first. A Fourier transform of rounded values is a matmul in this sense: it is linear, so that its result has their
-error, although it is computed in float32.
+first, and one of results that are scaled by few numbers, as in a state space that is computed by chunks. A Fourier
+transform of rounded values is a matmul in this sense: it is linear, so that its result has their error, although it is
+computed in float32.
+
+What a maximum or an average over windows makes is in memory, too. Where several operations read it, as the norms of a
+DenseNet do, it is held low.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
@@ -70,7 +74,9 @@ def hold_streams_low(plan: Plan) -> Plan:
     return plan._replace(
         parts=map_steps(
             plan.parts,
-            lambda i: Written((i,), i, i not in pooled, i in of_matmuls and _adds_turned(plan, i)) if i in written else i,
+            lambda i: (
+                Written((i,), i, i not in pooled, i in of_matmuls and _adds_turned(plan, i)) if i in written else i
+            ),
         )
     )
 
@@ -245,17 +251,19 @@ def _scales(eqn: Any) -> bool:
 
 
 def _adds_turned(plan: Plan, i: int) -> bool:
-    """Whether some results of matmuls that a sum adds are transposed. Those of convolutions have layouts of their own."""
+    """Whether results of matmuls that a sum adds are transposed. Those of convolutions have layouts of their own."""
     made = {v: j for j, eqn in enumerate(plan.eqns) for v in eqn.outvars}
-    waiting, turned = [i], False
+    waiting, seen, turned = [i], {i}, False
     while waiting:
         j = waiting.pop()
         eqn, is_outer = plan.eqns[j], is_outer_product(plan.eqns[j])
-        if eqn.primitive is lax.conv_general_dilated_p:
+        if traits_of(eqn.primitive).convolves:
             return False
         turned = turned or is_outer or eqn.primitive is lax.transpose_p
         if is_outer or (_is_linear(eqn, plan.steps[j]) and not traits_of(eqn.primitive).matmul):
-            waiting += [made[v] for v in eqn.invars if _is_large(v, eqn.outvars[0]) and v in made]
+            before = {made[v] for v in eqn.invars if _is_large(v, eqn.outvars[0]) and v in made}
+            waiting += before - seen
+            seen |= before
     return turned
 
 
@@ -338,6 +346,7 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
             _is_moved(eqn, rounded, zeros)
             or _is_as_exact(eqn, inside, own, rounded)
             or _is_in_stream(eqn, own, known)
+            or (eqn.primitive is lax.reduce_window_sum_p and eqn.invars[0] in rounded)  # not much more exact
             or _is_transformed(eqn, inside, own, known)
         ):
             rounded.update(eqn.outvars)
@@ -451,7 +460,6 @@ def _is_as_exact(eqn: Any, inside: list[bool] | None, own: Sequence[Any], rounde
     if not rounded_own or traits.product:
         return False
     plain = (traits.elementwise and not traits.nonlinear) or traits.compares or traits.keeps_all_entries
-    plain = plain or eqn.primitive is lax.reduce_window_sum_p  # such an average is not much more exact than its entries
     return plain and len(rounded_own) == len(own)
 
 

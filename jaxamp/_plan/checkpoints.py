@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, with_hi_checkpoint, without_consts
+from .._formats import float_dtype
 from .._jaxpr import Memo, bind
 from .._primitives.kept import KEPT
 from .._traits import traits_of
@@ -62,7 +63,7 @@ def _masks_of_draws(jaxpr: Jaxpr) -> set[Var]:
 
 
 def _activations_between_convolutions(jaxpr: Jaxpr) -> set[Var]:
-    """Costly float32 activations, such as a gelu, of a convolution's result with a bias, where a convolution reads them.
+    """Costly float32 activations, such as a gelu, of a convolution's result with a bias, that a convolution reads.
 
     In the backward pass, XLA computes their exponentials once, for the activation and for its derivative, and writes
     them for the second in float32: more bytes than the activation has. Between other matmuls one kernel makes both.
@@ -87,7 +88,7 @@ def _is_costly_activation(activation: Var, made: dict[Var, Any]) -> bool:
             continue
         if not is_cheap_or_activation(eqn) or not (traits.sum or traits.passes_on or len(large) == len(operands)):
             return False
-        is_costly = is_costly or (is_expensive(eqn) and any(u.aval.dtype == np.float32 for u in operands))
+        is_costly = is_costly or (is_expensive(eqn) and any(float_dtype(u.aval) == np.float32 for u in operands))
         waiting += [u for u in large if u not in seen]
         seen.update(large)
     return is_costly

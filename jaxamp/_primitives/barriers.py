@@ -35,7 +35,7 @@ ROW_MAJOR = Primitive("row_major")
 
 
 def materialize(x: Any, dtype: np.dtype, row_major: bool = False) -> Any:
-    """`x` in `dtype`, written to memory, in the order of its axes if `row_major`: all readers see the rounded values."""
+    """`x` in `dtype`, written to memory, in the order of its axes if `row_major`: readers see the rounded values."""
     return MATERIALIZED.bind(lax.convert_element_type(x, dtype), of_value=True, dtype=dtype, row_major=row_major)
 
 

@@ -188,3 +188,33 @@ def test_nor_are_those_of_a_convolution_whose_result_is_reshaped():
     fn = lambda w, b, x: jnp.sum(jax.nn.relu(jax.vmap(conv, (None, None, 0))(w, b, x)) ** 2)
     jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(normal(6, 4, 3, 3, 3), normal(7, 4, 1, 1), normal(8, 2, 3, 6, 6))
     assert [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized"] == []
+
+
+def test_the_gradient_of_a_factor_is_summed_where_its_product_is_made():
+    """Of a product with a parameter for each channel nothing is written for the parameter."""
+    fn = lambda w, b, x: jnp.sum(((x @ w.T) * b) @ w)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(W, B, X)
+    assert "materialized" not in names(jaxpr)
+    assert set(dtypes_of("reduce_sum", jaxpr)) == {"float32"}
+    assert_near(jax.grad(AMP(fn), (0, 1))(W, B, X), in_float64(jax.grad(fn, (0, 1)), W, B, X), 2e-2)
+
+
+def conv(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+IMAGE, FILTERS = normal(20, 2, 6, 6, 16), normal(21, 3, 3, 16, 16, scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("act", "is_shared"),
+    [(jax.nn.gelu, True), (jax.nn.elu, True), (jax.nn.relu, False), (lambda x: x, False)],
+    ids=["gelu", "elu", "relu", "none"],
+)
+def test_a_convolution_and_its_bias_share_one_cotangent_in_front_of_a_costly_activation(act, is_shared):
+    fn = lambda w, b, x: jnp.sum(conv(act(conv(x, w) + b), w) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn), (0, 1)))(FILTERS, B, IMAGE)
+    held = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert [eqn.params["dtype"].name for eqn in held] == ["bfloat16"] * is_shared
+    found = jax.grad(AMP(fn), (0, 1))(FILTERS, B, IMAGE)
+    assert_near(found, in_float64(jax.grad(fn, (0, 1)), FILTERS, B, IMAGE), 2e-2)

@@ -334,3 +334,43 @@ def test_the_gradient_of_a_parameter_that_is_moved_is_float32():
     backward = jaxpr_of(jax.grad(AMP(fn)), normal(4, 32, 8), x)
     moved = [eqn for eqn in equations(backward) if eqn.primitive.name in ("transpose", "reshape")]
     assert {str(eqn.outvars[0].aval.dtype) for eqn in moved if eqn.outvars[0].aval.size == 256} == {"float32"}
+
+
+# -- joins and repeats of a U-Net
+
+
+def u_net(w, x):
+    """One level: what the pool reads is joined to what is made of the pool's result, which is made as large again."""
+    activation = lambda x: jax.nn.relu((x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5))
+    skipped = activation(conv(x, w))
+    x = activation(conv(lax.reduce_window(skipped, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), w))
+    x = jnp.concatenate([jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), skipped], -1)
+    return jnp.sum(conv(x, jnp.concatenate([w, w], 2)) ** 2)
+
+
+def test_what_a_u_net_joins_and_repeats_is_rounded_before():
+    jaxpr = jaxpr_of(AMP(u_net), FILTERS, IMAGE)
+    (join,) = [
+        eqn
+        for eqn in equations(jaxpr)
+        if eqn.primitive is lax.concatenate_p
+        and len(eqn.outvars[0].aval.shape) == 4
+        and eqn.outvars[0].aval.shape[0] == 2
+    ]
+    assert {v.aval.dtype.name for v in join.invars} == {"bfloat16"}
+    large = [eqn.outvars[0].aval for eqn in equations(jaxpr) if eqn.primitive is lax.broadcast_in_dim_p]
+    assert {x.dtype.name for x in large if x.ndim == 5 and x.size >= IMAGE.size // 2} == {"bfloat16"}
+    assert_same_bits(jax.jit(AMP(u_net))(FILTERS, IMAGE), jax.jit(WITHOUT(u_net))(FILTERS, IMAGE))
+    assert_near(jax.grad(AMP(u_net))(FILTERS, IMAGE), in_float64(jax.grad(u_net), FILTERS, IMAGE), 5e-2)
+
+
+def test_what_many_places_share_is_not_rounded_before():
+    """The gradient of what is repeated 64 times would be a sum of 64 rounded numbers, rounded again."""
+    repeats = lambda n: lambda w, x: jnp.sum(conv(jnp.repeat(jnp.tanh(conv(x, w)) ** 3, n, 1), w) ** 2)
+    for n, dtype in ((4, "bfloat16"), (64, "float32")):
+        spread = [
+            eqn
+            for eqn in equations(jaxpr_of(AMP(repeats(n)), FILTERS, IMAGE))
+            if eqn.primitive is lax.broadcast_in_dim_p
+        ]
+        assert {eqn.invars[0].aval.dtype.name for eqn in spread if eqn.outvars[0].aval.ndim == 5} == {dtype}

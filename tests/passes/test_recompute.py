@@ -525,3 +525,57 @@ def test_chains_of_many_sums_between_matmuls_are_differentiated():
         return jnp.sum(jax.nn.gelu(h @ w))
 
     assert jax.eval_shape(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), normal(0, 8, 8)).shape == (8, 8)
+
+
+# -- activations between convolutions, and low values that several sections read
+
+
+def convolutions(params, x, act):
+    conv = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    for _ in range(3):
+        x = act(conv(x, params["filters"]) + params["bias"])
+    return jnp.sum(x**2)
+
+
+FILTERS = {"filters": normal(30, 3, 3, 4, 4, scale=0.2), "bias": normal(31, 4)}
+IMAGE = normal(32, 2, 8, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("act", "results"),
+    [(jax.nn.gelu, 2), (jax.nn.elu, 2), (jnp.tanh, 2), (jax.nn.silu, 0), (jax.nn.relu, 2)],
+    ids=["gelu", "elu", "tanh", "silu", "relu"],
+)
+def test_costly_activations_between_convolutions_are_kept(act, results):
+    """Those that are computed in float32. A tanh and a relu are kept in place of what they read."""
+    amp = jaxamp.amp(lambda *args: convolutions(*args, act), compute_dtype=jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(amp)(FILTERS, IMAGE)
+    marked = [eqn.invars[0].aval for eqn in equations(jaxpr) if eqn.primitive.name == "kept"]
+    by_themselves = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in ("kept_tanh", "kept_relu")]
+    assert {x.dtype.name for x in marked} <= {"bfloat16"}
+    assert len(marked) + len(by_themselves) >= results
+    assert bool(results) or not marked
+    found = jax.jit(jax.grad(amp))(FILTERS, IMAGE)
+    assert_near(found, in_float64(jax.grad(lambda *args: convolutions(*args, act)), FILTERS, IMAGE), 5e-2)
+
+
+def test_sections_hand_on_low_values_and_not_wide_copies_of_them():
+    """As in a DenseNet: each layer normalises what all layers before it have made."""
+
+    def fn(params, x):
+        parts = [x @ params["first"]]
+        for w in params["layers"]:
+            joined = jnp.concatenate(parts, -1)
+            joined = jax.nn.relu(joined * lax.rsqrt(jnp.mean(joined**2, 0) + 1e-5))
+            parts.append(jnp.tanh(joined @ w[: joined.shape[-1]]) @ w[:WIDTH])
+        return jnp.sum(jnp.sin(jnp.concatenate(parts, -1)) ** 2)
+
+    params = {
+        "first": normal(40, WIDTH, WIDTH),
+        "layers": [normal(41 + i, 4 * WIDTH, WIDTH, scale=0.2) for i in range(3)],
+    }
+    amp = jaxamp.amp(fn, compute_dtype=jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(amp)(params, X)
+    assert "with_copy" in [eqn.primitive.name for eqn in equations(jaxpr)]
+    assert ((ROWS, WIDTH), "float32") not in kept(amp, params, X)
+    assert_near(jax.jit(jax.grad(amp))(params, X), in_float64(jax.grad(fn), params, X), 5e-2)

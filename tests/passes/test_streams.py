@@ -450,3 +450,73 @@ def test_others_that_are_summed_are_left_alone(fn):
 def test_nor_in_float16():
     plan = plan_of(squeezed, FILTERS, IMAGE, passes=(hold_streams_low,), compute_dtype=jnp.float16)
     assert all(isinstance(part, int) for part in plan.parts)
+
+
+# -- scaled sums of matmuls, and what windows make
+
+
+def by_chunks(w, x):
+    """As in a state space by chunks: a sum of matmuls, one of them scaled, and of a low value, scaled; then a norm."""
+    h = x @ w
+    decay = jnp.exp(-jnp.mean(x**2, -1, keepdims=True))
+    inside, across = jnp.einsum("bi,ij->jb", h, w).T, jnp.einsum("bi,ij->bj", h, w)
+    return jnp.sum((norm(jax.nn.silu(h) * (inside + across * decay + h * 0.5 * w[0])) @ w) ** 2)
+
+
+def test_a_sum_of_scaled_matmuls_is_written_once_in_the_order_of_its_axes():
+    jaxpr = jax.make_jaxpr(AMP(by_chunks))(W, X)
+    (written,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert (written.params["dtype"].name, written.params["row_major"]) == ("bfloat16", True)
+    assert_near(jax.grad(AMP(by_chunks))(W, X), in_float64(jax.grad(by_chunks), W, X), 2e-2)
+
+
+def test_a_sum_with_something_exact_is_not():
+    """Scaled or not: the other part is a state, which the matmuls change a little."""
+
+    def fn(w, x):
+        h = x @ w
+        return jnp.sum((norm(x * 3.0 + (h @ w) * jnp.exp(-x[0]) + h @ w.T) @ w) ** 2)
+
+    jaxpr = jax.make_jaxpr(AMP(fn))(W, X)
+    written = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    sums = [eqn for eqn in equations(jaxpr) if eqn.primitive is lax.add_p and eqn.outvars[0].aval.shape == X.shape]
+    assert not written
+    assert {eqn.outvars[0].aval.dtype.name for eqn in sums} == {"float32"}
+
+
+def test_sums_of_convolutions_keep_the_layout_that_these_have():
+    def fn(w, x):
+        turned = lambda x: jnp.swapaxes(conv(x, w), 1, 2)
+        return jnp.sum(conv(batch_norm(turned(x) * 0.5 + turned(jnp.tanh(x))), w) ** 2)
+
+    jaxpr = jax.make_jaxpr(AMP(fn))(FILTERS, IMAGE)
+    (written,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert not written.params["row_major"]
+
+
+def pooled_twice(w, x, average):
+    """As in a DenseNet: norms of several layers read what was pooled."""
+    x = jax.nn.relu(batch_norm(conv(x, w)))
+    how = (0.0, lax.add) if average else (-jnp.inf, lax.max)
+    x = lax.reduce_window(x, *how, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = x / 4 if average else x
+    y = conv(jax.nn.relu(batch_norm(x)), w)
+    return jnp.sum(conv(jax.nn.relu(batch_norm(jnp.concatenate([x, y], -1)))[..., 2:6], w) ** 2)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_what_was_pooled_is_held_low_for_several_norms(average):
+    fn = functools.partial(pooled_twice, average=average)
+    jaxpr = jax.make_jaxpr(AMP(fn))(FILTERS, IMAGE)
+    (written,) = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    assert written.outvars[0].aval.shape == (4, 6, 6, 4)
+    assert ((4, 6, 6, 4), "float32") not in kept(AMP(fn), FILTERS, IMAGE)
+    assert_near(jax.grad(AMP(fn))(FILTERS, IMAGE), in_float64(jax.grad(fn), FILTERS, IMAGE), 8e-2)
+
+
+def test_what_windows_make_of_an_argument_is_not_rounded():
+    def fn(w, x):
+        x = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jnp.sum(conv(batch_norm(x), w) ** 2) + jnp.sum(jnp.sin(x))
+
+    assert "materialized" not in [eqn.primitive.name for eqn in equations(jax.make_jaxpr(AMP(fn))(FILTERS, IMAGE))]

@@ -14,6 +14,8 @@ from jaxamp._primitives.pool import PUT_BACK, pool, pooled_by_places, put_back_b
 CASES = {  # shape, window, strides, padding
     "3 x 3, overlapping": ((2, 11, 12, 3), (1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
     "2 x 2": ((2, 8, 8, 3), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+    "2 x 2 of odd sizes": ((2, 9, 7, 3), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+    "2 x 2 x 2, padded": ((2, 5, 4, 6, 2), (1, 2, 2, 2, 1), (1, 2, 2, 2, 1), "SAME"),
     "each pixel": ((2, 9, 9, 3), (1, 5, 5, 1), (1, 1, 1, 1), "SAME"),
     "channels first, with gaps": ((2, 3, 9, 10), (1, 1, 3, 2), (1, 1, 3, 4), "VALID"),
     "padded by hand": ((5, 17), (1, 4), (1, 3), ((0, 0), (2, 1))),
