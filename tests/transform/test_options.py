@@ -27,7 +27,7 @@ def network(w, b, x):
     h = jax.nn.gelu(h @ w + b) @ w
     h = jax.nn.silu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-6) * b + b) @ w
     h = jax.lax.reduce_window(jnp.exp(-(h**2)), -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME") @ w
-    h = h / jnp.sqrt(jnp.sum(h**2, -1, keepdims=True))
+    h = jnp.einsum("i,ij->ij", 1 / jnp.sqrt(jnp.sum(h**2, -1)), h)
     h = jnp.sin(h @ w) * (h @ w) + h
     h = jnp.sin(jnp.concatenate([jnp.concatenate([h, x]), h])[:4])
     h = (h - (h @ w)[jnp.array([0, 0, 1, 2])]) @ w
