@@ -462,6 +462,51 @@ def main():
             found[name] = any(" scatter(" in part and " negate(" in part for part in text.split("\n\n"))
         return found
 
+    def written_wide(gradient, *shapes):
+        """The MiB of large float32 arrays that kernels write."""
+        text = compiled(gradient, *shapes, donate=()).as_text()
+        written = " ".join(re.findall(r"%\S+ = (.*?) (?:fusion|copy|transpose)\(", text[text.index("ENTRY") :]))
+        sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
+        return 4 * sum(size for size in sizes if size >= 2**20) / 2**20
+
+    def chunks(disabled):
+        """What is written in float32 for a state space that is computed by chunks."""
+
+        def loss(w, v, x, rates):
+            h = x @ w
+            keys, values = h[..., :64], h[..., 64:].reshape(4, 8, 128, 16, 64)
+            decays = jnp.exp(-jnp.abs(rates))
+            scores = jnp.einsum("bcln,bcsn,bhcls->bhcls", keys, keys, decays[..., None] * decays[..., None, :])
+            inside = jnp.einsum("bhcls,bcshp->bclhp", scores, values)
+            states = jnp.einsum("bcln,bhcl,bclhp->bchpn", keys, decays, values)
+            y = inside + jnp.einsum("bcln,bchpn,bhcl->bclhp", keys, states, decays)
+            y = y.reshape(4, 8, 128, 1024)
+            return jnp.mean((y * jax.lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6) @ v) ** 2)
+
+        shapes = [
+            jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 1088), (1024, 256), (4, 8, 128, 256), (4, 16, 8, 128))
+        ]
+        amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+        return written_wide(jax.grad(amp, (0, 1)), *shapes)
+
+    def u_net(disabled):
+        """What is written in float32 for one level of a U-Net with pools."""
+        lax = jax.lax
+
+        def layer(x, w):
+            x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jax.nn.relu((x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5))
+
+        def loss(v, w, x):
+            x = skipped = layer(x, v)
+            x = layer(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), v)
+            x = jnp.concatenate([jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), skipped], -1)
+            return jnp.mean(layer(x, w) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 3, 64, 64), (3, 3, 128, 64), (8, 64, 64, 64))]
+        amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+        return written_wide(jax.grad(amp, (0, 1)), *shapes)
+
     def head():
         """The widths of what the matmuls of a head of 50257 words read and make, and what writes all scores."""
 
@@ -666,6 +711,8 @@ def main():
         "selective": selective,
         "layers": layers_of,
         "negated": negated,
+        "chunks": chunks,
+        "u-net": u_net,
         "head": head,
         "filters": filters,
         "causal": causal,

@@ -246,6 +246,19 @@ def test_each_pass_is_disabled_in_turn():
         jaxamp.amp(lambda x: x, disable_passes=names)  # raises for a name that is not a pass
 
 
+def test_a_pass_that_changes_nothing_is_not_timed(monkeypatch):
+    class Lowered:
+        def __init__(self, side):
+            self.side = side
+
+        def as_text(self):
+            return str("recompute" in self.side.make.keywords["disable_passes"])
+
+    monkeypatch.setattr(passes, "lower_step", lambda side, case: (None, Lowered(side)))
+    case = train_step.Case("vit", train_step.SMALL, False)
+    assert list(passes.with_own_programs(passes.SIDES, case)) == [passes.ALL, "recompute"]
+
+
 def test_a_pass_is_worth_the_time_and_memory_of_a_step_without_it():
     step = lambda seconds, gib, loss: {"seconds": [seconds, seconds], "gib": gib, "losses": [7.0, loss]}
     rows = {passes.ALL: step(2.0, 4.0, 6.0), "good": step(3.0, 6.0, 6.01), "wrong": step(2.0, 4.0, 6.5)}

@@ -43,6 +43,10 @@ QUESTIONS = {
     "layers, with repeats": ["layers", ["merge_repeats"]],
     "layers, rounded twice": ["layers", ["round_once"]],
     "negated": ["negated"],
+    "chunks": ["chunks", []],
+    "chunks, as matmuls": ["chunks", ["multiply_outer_products"]],
+    "u-net": ["u-net", []],
+    "u-net, rounded late": ["u-net", ["round_early"]],
     "batch norm": ["batch norm"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -276,3 +280,13 @@ def test_weights_are_gathered_in_fp8(answers):
     """Gradients are summed in float32; scales are scalars."""
     assert answers["fp8 on 8"]["bfloat16"]["sent"] == ["bfloat16", "float32"]
     assert answers["fp8 on 8"]["fp8"]["sent"] == ["float32", "float8_e4m3fn"]
+
+
+def test_outer_products_are_not_written_in_float32(answers):
+    """As matmuls, XLA would turn their results before it rounds them."""
+    assert 1.5 * answers["chunks"] < answers["chunks, as matmuls"]
+
+
+def test_a_u_net_writes_its_skip_connections_low(answers):
+    """In float32 is what the last layer makes: only the loss reads it."""
+    assert answers["u-net"] <= 16 < answers["u-net, rounded late"]
