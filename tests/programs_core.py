@@ -98,7 +98,7 @@ def tensordot(x, w):
     return jnp.tensordot(x, w, axes=2)
 
 
-@program(drawn((4,), (5,), (5, 3)), low=1, kept=1)
+@program(drawn((4,), (5,), (5, 3)), low=1)
 def outer_product(x, y, w):
     return jnp.einsum("i,j->ij", x, y) @ w
 
@@ -324,7 +324,7 @@ def dot_product_attention(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-@program(drawn((300, 4), (4, 4), (4, 4)), low=3, kept=1)
+@program(drawn((300, 4), (4, 4), (4, 4)), low=3)
 def rotary_embedding(x, wq, wk):
     frequencies = 1.0 / 100 ** (jnp.arange(2, dtype=x.dtype) / 2)
     angles = jnp.einsum("i,j->ij", jnp.arange(300, dtype=x.dtype), frequencies)

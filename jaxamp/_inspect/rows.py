@@ -18,7 +18,7 @@ from .._plan.reasons import Why
 from .._policy.rules import name_of_rule
 from .._primitives.quantize import EIGHT_BITS
 from .._traits import shown_name, traits_of
-from .._traits.matmul_cost import Dims
+from .._traits.matmul_cost import Dims, is_outer_product
 from .._transform.ledger import Ledger
 from .cost import bytes_of, dims_of, flops_of
 from .location import Place, Source
@@ -102,6 +102,7 @@ def _row(eqn: Any, ledger: Ledger, place: Place) -> Row:
             kind = "not entered" if step.reason.why is Why.NOT_ENTERED else kind
         else:
             why = Explanation(Role.ADDED, of, step.reason)
+        why = why._replace(outer=is_outer_product(origin) and traits_of(eqn.primitive).product)
     if eqn.primitive is lax.convert_element_type_p and written != run and _between_floats(eqn):
         kind = "cast"
     if kind == "matmul" and _is_wide_outer_product(eqn):
@@ -135,9 +136,7 @@ def _dtypes(eqn: Any) -> Dtypes:
 
 def _is_wide_outer_product(eqn: Any) -> bool:
     """Whether it is a product without contraction in float32: no matrix unit would gain from low precision."""
-    if eqn.primitive is not lax.dot_general_p or eqn.params["dimension_numbers"][0][0]:
-        return False
-    return not any(_dtype(v) in _LOW for v in eqn.invars)
+    return is_outer_product(eqn) and not any(_dtype(v) in _LOW for v in eqn.invars)
 
 
 def _dtype(atom: Any) -> str:
