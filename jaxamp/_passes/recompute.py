@@ -105,7 +105,7 @@ class _Cutter:
             if not section.inside:
                 eqns += map(self._with_sections_inside, section.eqns)
             elif self._pays(section.eqns) and (savings is None or savings.pays(i, outs)):
-                eqns.append(_equation(body, section.eqns, outs))
+                eqns.append(_equation(body, section.eqns, outs, self._whole))
             else:
                 eqns += section.eqns
         return with_equations(jaxpr, eqns)
@@ -293,25 +293,28 @@ def _bytes(v: Var) -> int:
 # -- the equation of a section
 
 
-def _equation(body: Jaxpr, eqns: Sequence[Any], outs: list[Var]) -> Any:
+def _equation(body: Jaxpr, eqns: Sequence[Any], outs: list[Var], matmuls_alone: bool) -> Any:
     """One equation in place of several. It is a jitted checkpoint, or a checkpoint, if JAX must not remember it."""
     made = {v for eqn in eqns for v in eqn.outvars}
     ins = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made))
     scope, inside = _without_scope(eqns)
     structure = structure_of(closed_jaxpr(body, ins, outs, inside))
     if structure is not None:
-        eqn = _remembered(structure, trace_context())
+        eqn = _remembered(structure, trace_context(), matmuls_alone)
     else:
-        eqn, scope = checkpoint_equation(closed_jaxpr(body, ins, outs, eqns)), scope[:0]
+        whole = closed_jaxpr(body, ins, outs, eqns)
+        eqn, scope = checkpoint_equation(whole, matmuls_alone=matmuls_alone), scope[:0]
     info = eqns[0].source_info.replace(name_stack=scope)
     return eqn.replace(invars=ins, outvars=outs, source_info=info, ctx=eqns[0].ctx)
 
 
 @functools.lru_cache(_REMEMBERED)
-def _remembered(structure: Structure, context: Any) -> Any:
+def _remembered(structure: Structure, context: Any, matmuls_alone: bool) -> Any:
     """An equation of a jitted checkpoint, traced under a context."""
     body = open_jaxpr(structure.jaxpr)
-    eqn = checkpoint_equation(structure.jaxpr).replace(invars=body.invars, outvars=body.outvars)
+    eqn = checkpoint_equation(structure.jaxpr, matmuls_alone=matmuls_alone).replace(
+        invars=body.invars, outvars=body.outvars
+    )
     checkpointed = with_equations(structure.jaxpr, [eqn])
 
     def section(*operands: Any) -> list[Any]:

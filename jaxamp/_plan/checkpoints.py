@@ -18,15 +18,17 @@ from .._traits.matmul_cost import size_of
 from .residuals import is_cheap, is_cheap_or_activation, is_expensive, is_kept
 
 
-def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False) -> Any:
+def checkpoint_equation(jaxpr: Jaxpr, in_loop: bool = False, matmuls_alone: bool = False) -> Any:
     """An equation of a checkpoint that keeps little of a closed jaxpr without constants. Its variables are made up.
 
     In a loop XLA can't merge the second computation of a value with the first, so barriers against that would only
-    cost.
+    cost. `matmuls_alone`: no activations are kept.
     """
     eqn, body = _template(in_loop), open_jaxpr(jaxpr)
     kept = _masks_of_draws(body) | _results_as_multiplied(body, in_loop)
-    jaxpr = _with_kept(body, kept if in_loop else kept | _activations_between_convolutions(body))
+    if not (in_loop or matmuls_alone):
+        kept |= _activations_between_convolutions(body)
+    jaxpr = _with_kept(body, kept)
     is_hi = "_prim" in eqn.params
     changed = {"_prim": with_hi_checkpoint(eqn.params["_prim"], jaxpr, 0)} if is_hi else {"jaxpr": jaxpr}
     return eqn.replace(params={**eqn.params, **changed}, ctx=jaxpr.eqns[0].ctx if jaxpr.eqns else eqn.ctx)

@@ -559,6 +559,12 @@ def test_costly_activations_between_convolutions_are_kept(act, results):
     assert_near(found, in_float64(jax.grad(lambda *args: convolutions(*args, act)), FILTERS, IMAGE), 5e-2)
 
 
+def test_with_matmuls_alone_no_activation_is_kept():
+    for keep, marked in (("auto", 2), ("matmuls", 0)):
+        amp = jaxamp.amp(lambda *a: convolutions(*a, jax.nn.gelu), compute_dtype=jnp.bfloat16, keep=keep)
+        assert count("kept", jax.make_jaxpr(amp)(FILTERS, IMAGE)) == marked
+
+
 def test_sections_hand_on_low_values_and_not_wide_copies_of_them():
     """As in a DenseNet: each layer normalises what all layers before it have made."""
 
