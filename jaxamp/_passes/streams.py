@@ -71,14 +71,10 @@ def hold_streams_low(plan: Plan) -> Plan:
     }
     written = {i for i in changed if i in wide_for_all | pooled or _is_over_windows(plan, i) or asked(i, _goes_on)}
     plan = plan.with_steps(changed)
-    return plan._replace(
-        parts=map_steps(
-            plan.parts,
-            lambda i: (
-                Written((i,), i, i not in pooled, i in of_matmuls and _adds_turned(plan, i)) if i in written else i
-            ),
-        )
-    )
+    made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if written & of_matmuls else {}
+    turned = {i for i in written & of_matmuls if _adds_turned(plan, i, made)}
+    regions = {i: Written((i,), i, i not in pooled, i in turned) for i in written}
+    return plan._replace(parts=map_steps(plan.parts, lambda i: regions.get(i, i)))
 
 
 class Written(NamedTuple):
@@ -250,9 +246,8 @@ def _scales(eqn: Any) -> bool:
     return is_product and sum(large) == 1 and (large[0] or eqn.primitive is not lax.div_p)
 
 
-def _adds_turned(plan: Plan, i: int) -> bool:
+def _adds_turned(plan: Plan, i: int, made: dict[Var, int]) -> bool:
     """Whether results of matmuls that a sum adds are transposed. Those of convolutions have layouts of their own."""
-    made = {v: j for j, eqn in enumerate(plan.eqns) for v in eqn.outvars}
     waiting, seen, turned = [i], {i}, False
     while waiting:
         j = waiting.pop()
