@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
+from jax.sharding import AxisType
 
 from .._formats import float_dtype
+from .._jaxpr import is_on_mesh
 from .._plan.plan import Plan, Step
 from .._traits.matmul_cost import is_outer_product
 
@@ -26,7 +28,8 @@ def multiply_outer_products(plan: Plan) -> Plan:
 def _is_in_one_dtype(eqn: Any, step: Step) -> bool:
     """Whether it reads floats of one dtype, and gives that dtype."""
     floats = all(float_dtype(v.aval) is not None for v in (*eqn.invars, *eqn.outvars))
-    if not floats or not step.is_plain or eqn.params.get("out_sharding") is not None:
+    is_split = any(is_on_mesh(v.aval, AxisType.Explicit) for v in eqn.invars)  # a product joins the shardings of both
+    if not floats or not step.is_plain or is_split or eqn.params.get("out_sharding") is not None:
         return False
     out = (eqn.params if step.params is None else step.params)["preferred_element_type"]
     read = {None if format_ is None else format_.dtype for format_ in step.reads}

@@ -19,8 +19,8 @@ first, and one of results that are scaled by few numbers, as in a state space th
 transform of rounded values is a matmul in this sense: it is linear, so that its result has their error, although it is
 computed in float32.
 
-What a maximum or an average over windows makes is in memory, too. Where several operations read it, as the norms of a
-DenseNet do, it is held low.
+A maximum over windows is in memory, too. Where several operations read it, as the norms of a DenseNet do, it is held
+low. An average is not: local variances are differences of averages.
 
 A recurrence in parallel, `associative_scan` over pairs of a decay and a value, is many such sums: each is read by two
 later levels, in float32. The values are rounded, and the decays are not: errors in these multiply along the sequence.
@@ -69,7 +69,9 @@ def hold_streams_low(plan: Plan) -> Plan:
         and plan.eqns[i].outvars[0] not in magnified
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
-    written = {i for i in changed if i in wide_for_all | pooled or _is_over_windows(plan, i) or asked(i, _goes_on)}
+    written = {
+        i for i in changed if i in wide_for_all | pooled or plan.eqns[i].primitive in _MAXIMA or asked(i, _goes_on)
+    }
     plan = plan.with_steps(changed)
     made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if written & of_matmuls else {}
     turned = {i for i in written & of_matmuls if _adds_turned(plan, i, made)}
@@ -133,19 +135,12 @@ def _is_read_low(readers: list[Reader]) -> bool:
 def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     """Whether it is a sum of low values that is wide for the sake of several readers. Few sums are beyond bfloat16.
 
-    Or a maximum or an average over windows, which is in memory, too.
+    Or a maximum or a minimum over windows, which is in memory, too. An average is more exact than what it is made of,
+    and may be subtracted from that.
     """
     several = len({reader.place for reader in readers}) > 1
-    is_one = _adds_several(plan.eqns[i]) or _is_over_windows(plan, i)
+    is_one = _adds_several(plan.eqns[i]) or plan.eqns[i].primitive in _MAXIMA
     return several and is_one and not plan.setting.formats.is_narrow
-
-
-def _is_over_windows(plan: Plan, i: int) -> bool:
-    """Whether it is a maximum, a minimum or a sum over windows, perhaps divided by their size."""
-    eqn, made = plan.eqns[i], plan.eqns[i - 1] if i else None
-    if _scales(eqn) and made is not None and eqn.invars[0] in made.outvars:
-        eqn = made
-    return eqn.primitive in _WINDOWS
 
 
 def _is_pooled(plan: Plan, i: int, readers: Readers) -> bool:
@@ -276,7 +271,7 @@ def _is_most(atom: Any, out: Var) -> bool:
     return not isinstance(atom, Literal) and _is_number(atom.aval) and 2 * size_of(atom.aval) >= size_of(out.aval) > 1
 
 
-_WINDOWS = lax.reduce_window_max_p, lax.reduce_window_min_p, lax.reduce_window_sum_p
+_MAXIMA = lax.reduce_window_max_p, lax.reduce_window_min_p
 _NEAR = 16  # equations: a gelu has eight
 _LEAST = 0.5  # a factor that leaves a product about as large as it was
 
@@ -341,7 +336,6 @@ def _known(plan: Plan, given: _Known | None = None) -> _Known:
             _is_moved(eqn, rounded, zeros)
             or _is_as_exact(eqn, inside, own, rounded)
             or _is_in_stream(eqn, own, known)
-            or (eqn.primitive is lax.reduce_window_sum_p and eqn.invars[0] in rounded)  # not much more exact
             or _is_transformed(eqn, inside, own, known)
         ):
             rounded.update(eqn.outvars)

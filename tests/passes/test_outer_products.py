@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import AMP, assert_near, assert_same_bits, equations, in_float64, normal
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from plans import plan_of
 
 import jaxamp
@@ -109,3 +110,14 @@ def test_a_result_in_another_dtype():
     fn = lambda w, x: (x @ w, dot(x[0, 0, 0].astype(jnp.bfloat16), x[0, 0, 1].astype(jnp.bfloat16)))
     _, out = AMP(fn)(W, X)
     assert_same_bits(out, fn(W, X)[1])
+
+
+def test_on_an_explicit_mesh_they_are_left_alone():
+    """A product is split as both of its operands are, and a matmul of JAX 0.10 as the left one."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    fn = lambda w, factors, x: jnp.tanh(jnp.einsum("b,bp->bp", factors, x) @ w)
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, PartitionSpec("d"))
+        args = W, jax.device_put(jnp.ones(4), split), jax.device_put(jnp.ones((4, 8)), split)
+        assert len(outer_products(jax.make_jaxpr(AMP(fn))(*args))) == 1
+        assert jax.typeof(jax.jit(AMP(fn))(*args)) == jax.typeof(jax.jit(fn)(*args))
