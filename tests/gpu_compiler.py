@@ -425,6 +425,13 @@ def main():
                 found[f"{fun.__name__} {name}"] = sum(kernel.count("[4096,512]") for kernel in written)
         return found
 
+    def written_wide(gradient, *shapes, least=1):
+        """The MiB of float32 arrays, of so many entries at least, that kernels write."""
+        entry = compiled(gradient, *shapes, donate=()).as_text().split("\nENTRY")[1]
+        written = " ".join(re.findall(r"%\S+ = (.*?) (?:fusion|copy|transpose)\(", entry))
+        sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
+        return 4 * sum(size for size in sizes if size >= least) / 2**20
+
     def moved():
         """MiB that kernels write in float32 for the gradient of messages along edges with features and distances."""
 
@@ -441,10 +448,7 @@ def main():
         places, found = jax.ShapeDtypeStruct((32768,), jnp.int32), {}
         for name, disabled in (("with", []), ("without", ["round_early"])):
             amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
-            entry = compiled(jax.grad(amp), *shapes, places, donate=()).as_text().split("\nENTRY")[1]
-            written = " ".join(re.findall(r"%\S+ = (.*?) fusion\(", entry))
-            sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
-            found[name] = 4 * sum(sizes) / 2**20
+            found[name] = written_wide(jax.grad(amp), *shapes, places)
         return found
 
     def negated():
@@ -461,13 +465,6 @@ def main():
             text = compiled(jax.grad(amp, (0, 1)), *shapes, places, donate=()).as_text()
             found[name] = any(" scatter(" in part and " negate(" in part for part in text.split("\n\n"))
         return found
-
-    def written_wide(gradient, *shapes):
-        """The MiB of large float32 arrays that kernels write."""
-        text = compiled(gradient, *shapes, donate=()).as_text()
-        written = " ".join(re.findall(r"%\S+ = (.*?) (?:fusion|copy|transpose)\(", text[text.index("ENTRY") :]))
-        sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
-        return 4 * sum(size for size in sizes if size >= 2**20) / 2**20
 
     def chunks(disabled):
         """What is written in float32 for a state space that is computed by chunks."""
@@ -487,7 +484,7 @@ def main():
             jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 1088), (1024, 256), (4, 8, 128, 256), (4, 16, 8, 128))
         ]
         amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
-        return written_wide(jax.grad(amp, (0, 1)), *shapes)
+        return written_wide(jax.grad(amp, (0, 1)), *shapes, least=2**20)
 
     def u_net(disabled):
         """What is written in float32 for one level of a U-Net with pools."""
@@ -505,7 +502,7 @@ def main():
 
         shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 3, 64, 64), (3, 3, 128, 64), (8, 64, 64, 64))]
         amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
-        return written_wide(jax.grad(amp, (0, 1)), *shapes)
+        return written_wide(jax.grad(amp, (0, 1)), *shapes, least=2**20)
 
     def head():
         """The widths of what the matmuls of a head of 50257 words read and make, and what writes all scores."""

@@ -45,12 +45,13 @@ def share_cotangents(plan: Plan) -> Plan:
     scaled, readers = _scaled(plan), plan.readers()
     others = _no_biases(plan, _scaled(plan, float32_too=True))
     convolved = _convolved(plan)
+    not_convolved = others - convolved
     kept = frozenset(part.last for part in plan.parts if isinstance(part, Activation))
 
     def shared(i: int) -> Part:
         if i not in found:
             return i
-        alone = _is_any(others - convolved, plan.eqns[i].invars) or _is_chosen(plan, i, readers, kept)
+        alone = _is_any(not_convolved, plan.eqns[i].invars) or _is_chosen(plan, i, readers, kept)
         if not alone and _is_any(convolved, plan.eqns[i].invars):
             alone = not is_activated(plan, i, readers)
         return SharedCotangent((i,), others, scaled, alone)

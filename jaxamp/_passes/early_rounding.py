@@ -33,22 +33,23 @@ from .._plan.classify import Mode
 from .._plan.plan import Plan, Reader, Readers, Step
 from .._plan.reasons import Reason, Why
 from .._plan.sensitivity import FREE, LOW, OUT_OF_RANGE, Value
+from .._primitives.pool import POOLS
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
 from .lookups import look_up
 
-_POOLS = lax.reduce_window_max_p, lax.reduce_window_min_p
 _AT_ZERO = lax.max_p, lax.min_p, lax.abs_p, lax.neg_p
 _WHY = Reason(Why.BY_PASS, "rounded before it, because its result is read low: that gives the same numbers")
 _JOINS = "concatenate", "stack"  # JAX does not export the second
-_FEW = 8  # readers of a value that is moved, and places of one that is repeated
+_FEW = 8  # readers of a value that is moved
+_COPIES = 8  # of an entry that is repeated
 _PART = 2  # a value may be that many times as large as what is taken of it
 
 
 def round_early(plan: Plan) -> Plan:
     """Let moves, pools and activations like `relu` read their operands low, if their results are only read low."""
-    alone = [part if isinstance(part, int) or len(part.parts) > 1 else part.parts[0] for part in plan.parts]
-    found = [i for i in alone if isinstance(i, int) and _may_round(plan, i)] if plan.touched else []
+    steps = [part.parts[0] if not isinstance(part, int) and len(part.parts) == 1 else part for part in plan.parts]
+    found = [i for i in steps if isinstance(i, int) and _may_round(plan, i)] if plan.touched else []
     if not found:
         return plan
     readers, lowered = plan.readers(), Memo()  # equations of a kind share a step
@@ -73,7 +74,7 @@ def _may_round(plan: Plan, i: int) -> bool:
         return False
     if any(f is not None and f.low for f in step.reads):
         return False
-    return eqn.primitive in _POOLS or _chooses(eqn, step) or _moves(eqn, step)
+    return eqn.primitive in POOLS or _chooses(eqn, step) or _moves(eqn, step)
 
 
 def _floats(atoms: Sequence[Any]) -> list[Any]:
@@ -148,7 +149,7 @@ def _repeats(eqn: Any) -> bool:
     if eqn.primitive is not lax.broadcast_in_dim_p or len(eqn.invars) != 1:
         return False
     before, after = size_of(eqn.invars[0].aval), size_of(eqn.outvars[0].aval)
-    return before > 1 and after <= _FEW * before
+    return before > 1 and after <= _COPIES * before
 
 
 def _is_clamped(step: Step) -> bool:
@@ -179,7 +180,7 @@ def _looks_up(eqn: Any, step: Step) -> bool:
 
 def _shares(eqn: Any, step: Step, readers: Readers) -> bool:
     """Whether it moves a value that many others read, too: the cotangents of all of them would be added low."""
-    if eqn.primitive in _POOLS or _chooses(eqn, step) or _looks_up(eqn, step):
+    if eqn.primitive in POOLS or _chooses(eqn, step) or _looks_up(eqn, step):
         return False
     return any(len({reader.place for reader in readers[v]}) > _FEW for v in _floats(eqn.invars))
 

@@ -37,7 +37,7 @@ def _is_in_one_dtype(eqn: Any, step: Step) -> bool:
 
 
 def _multiply(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """The axes of a matmul's result: those of the batch, those of the left operand, those of the right one."""
+    """The product, with the axes that a matmul gives: the batch, the rest of the left operand, that of the right."""
     (x, y), (_, (batch_x, batch_y)) = operands, params["dimension_numbers"]
     free_x, free_y = _others(x, batch_x), _others(y, batch_y)
     x = lax.expand_dims(lax.transpose(x, (*batch_x, *free_x)), range(x.ndim, x.ndim + len(free_y)))

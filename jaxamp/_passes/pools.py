@@ -4,19 +4,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
 from .._jaxpr import Memo
 from .._plan.classify import Mode
 from .._plan.plan import Plan, Step
-from .._primitives.pool import Windows, pool, windows_of
+from .._primitives.pool import POOLS, Windows, pool, windows_of
 
 
 def pool_by_places(plan: Plan) -> Plan:
     """Give maxima and minima over windows a gradient of ours."""
     found, changed = Memo(), {}  # equations of a kind share a step
     for i, eqn in enumerate(plan.eqns):
-        if eqn.primitive in (lax.reduce_window_max_p, lax.reduce_window_min_p) and plan.steps[i].mode is not Mode.RULE:
+        if eqn.primitive in POOLS and plan.steps[i].mode is not Mode.RULE:
             windows = windows_of(eqn)
             if windows is not None:
                 step = functools.partial(_by_places, plan.steps[i], windows)

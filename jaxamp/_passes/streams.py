@@ -42,6 +42,7 @@ from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, Step, map_steps
 from .._plan.residuals import is_expensive
 from .._primitives.barriers import materialize, materialize_cotangent
+from .._primitives.pool import POOLS
 from .._traits import traits_of
 from .._traits.matmul_cost import is_outer_product, size_of
 
@@ -70,7 +71,7 @@ def hold_streams_low(plan: Plan) -> Plan:
         and (i not in wide_for_all or _all_known(plan.eqns[i], known))
     }
     written = {
-        i for i in changed if i in wide_for_all | pooled or plan.eqns[i].primitive in _MAXIMA or asked(i, _goes_on)
+        i for i in changed if i in wide_for_all | pooled or plan.eqns[i].primitive in POOLS or asked(i, _goes_on)
     }
     plan = plan.with_steps(changed)
     made = {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars} if written & of_matmuls else {}
@@ -139,7 +140,7 @@ def _is_shared_sum(plan: Plan, i: int, readers: list[Reader]) -> bool:
     and may be subtracted from that.
     """
     several = len({reader.place for reader in readers}) > 1
-    is_one = _adds_several(plan.eqns[i]) or plan.eqns[i].primitive in _MAXIMA
+    is_one = _adds_several(plan.eqns[i]) or plan.eqns[i].primitive in POOLS
     return several and is_one and not plan.setting.formats.is_narrow
 
 
@@ -271,7 +272,6 @@ def _is_most(atom: Any, out: Var) -> bool:
     return not isinstance(atom, Literal) and _is_number(atom.aval) and 2 * size_of(atom.aval) >= size_of(out.aval) > 1
 
 
-_MAXIMA = lax.reduce_window_max_p, lax.reduce_window_min_p
 _NEAR = 16  # equations: a gelu has eight
 _LEAST = 0.5  # a factor that leaves a product about as large as it was
 

@@ -28,6 +28,7 @@ PICKED = Primitive("picked_in_windows")  # of a tangent: the entries that were c
 PUT_BACK = Primitive("put_into_windows")  # of a cotangent: where they came from
 
 _OF_JAX = {True: lax.reduce_window_max_p, False: lax.reduce_window_min_p}
+POOLS = tuple(_OF_JAX.values())  # JAX's primitives: maxima and minima over windows
 _MOST_PLACES = 32  # in a window. A kernel looks at each of them.
 
 

@@ -171,8 +171,9 @@ def amp(
         amp_policy: Which rule each operation runs under: a mapping, a preset's name (`default`, `conservative`, `fast`,
             `fp8`, `fp8_delayed`, `torch`), or the path of a TOML table.
         keep: What is kept for the backward pass. `"auto"`: the results of matmuls, what goes from one layer to the
-            next, and rounded parameters; the rest is computed again. `"matmuls"`: the results of matmuls alone, for
-            less memory and more time. `"all"`: what JAX keeps. A `jax.checkpoint` in the function decides for itself.
+            next, rounded parameters, and costly activations between convolutions; the rest is computed again.
+            `"matmuls"`: the results of matmuls alone, for less memory and more time. `"all"`: what JAX keeps. A
+            `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `merge_repeats`,
             `merge_joins`, `spread_masks`, `fold_transposes`, `order_results`, `align_matmuls`,
             `multiply_outer_products`, `low_softmaxes`, `hold_streams_low`, `derive_recurrences`, `round_early`,
