@@ -43,7 +43,7 @@ from .._plan.checkpoints import checkpoint_equation, is_ours
 from .._plan.higher_order import describe
 from .._plan.plan import Setting
 from .._plan.residuals import is_cheap_or_activation, is_work, makes_complex
-from .._primitives.low_copy import LOW_COPY, WITH_COPY
+from .._primitives.low_copy import LOW_COPY, WIDENED
 from .._structure import Structure, structure_of
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
@@ -237,7 +237,7 @@ def _reading_low(section: _Section, widened: dict[Var, Any]) -> _Section:
     again = {v: Var(v.aval) for v in read if v in widened and v not in made}
     if not again:
         return section
-    casts = [equation_at(section.eqns[0], WITH_COPY, [v, *widened[v].invars], new) for v, new in again.items()]
+    casts = [equation_at(section.eqns[0], WIDENED, [v, *widened[v].invars], new) for v, new in again.items()]
     instead = lambda v: v if isinstance(v, Literal) else again.get(v, v)
     eqns = [eqn.replace(invars=list(map(instead, eqn.invars))) for eqn in section.eqns]
     return section._replace(eqns=casts + eqns)

@@ -4,6 +4,11 @@
 
 The law: `with_copy` has the type of `w`, the value of its copy, and the derivative by `w`, which is not rounded. The
 copy has no derivative. Transposed as a function of `w`, it is the same: what arrives goes to `w`.
+
+    widened(x, c) = float32(c)    where x = float32(c)
+
+is the same for a value that was widened before. Its derivative keeps the low value and never `x`: through a barrier, as
+in front of a checkpoint's backward pass, XLA would write what nobody reads.
 """
 
 import functools
@@ -20,6 +25,7 @@ from .._traits import Traits, declare
 
 LOW_COPY = Primitive("low_copy")
 WITH_COPY = Primitive("with_copy")
+WIDENED = Primitive("widened")
 
 Moves = tuple[tuple[Primitive, tuple[tuple[str, Any], ...]], ...]  # primitives of one operand, and their parameters
 
@@ -55,6 +61,11 @@ def _with_copy_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any
     return WITH_COPY.bind(*primals), tangents[0]
 
 
+def _widened_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """The derivative of the value is that of the copy, of which `x` is made: it is needed for second derivatives."""
+    return _value(*primals), tangents[0]
+
+
 def _with_copy_transpose(ct: Any, x: Any, copy: Any) -> list[Any]:
     given, without = ad.is_undefined_primal(x), ad.is_undefined_primal(copy)
     return [ct if given else None, ad.Zero(copy.aval.to_tangent_aval()) if without else None]
@@ -72,11 +83,11 @@ def _copied_batch(axis_data: Any, operands: Any, dims: Any, *, low: np.dtype, mo
     return jax.vmap(lambda x: _moved(x, moves), dims)(copy), 0
 
 
-def _with_copy_batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any]:
+def _with_copy_batch(primitive: Primitive, axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any]:
     if all(dim is None for dim in dims):
-        return WITH_COPY.bind(*operands), None
+        return primitive.bind(*operands), None
     first = [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in zip(operands, dims, strict=True)]
-    return WITH_COPY.bind(*first), 0
+    return primitive.bind(*first), 0
 
 
 def _register(primitive: Primitive, fun: Callable[..., Any], aval: Any, jvp: Any, batch: Any) -> None:
@@ -89,6 +100,7 @@ def _register(primitive: Primitive, fun: Callable[..., Any], aval: Any, jvp: Any
 
 
 _register(LOW_COPY, _copied, _copied_aval, _copied_jvp, _copied_batch)
-_register(WITH_COPY, _value, lambda x, copy: x, _with_copy_jvp, _with_copy_batch)
+for _primitive, _jvp in ((WITH_COPY, _with_copy_jvp), (WIDENED, _widened_jvp)):
+    _register(_primitive, _value, lambda x, copy: x, _jvp, functools.partial(_with_copy_batch, _primitive))
+    ad.primitive_transposes[_primitive] = _with_copy_transpose
 ad.primitive_transposes[LOW_COPY] = _copied_transpose
-ad.primitive_transposes[WITH_COPY] = _with_copy_transpose

@@ -91,7 +91,7 @@ _TABLE: dict[str, str] = {
     "own_vjp": "custom_vjp_call",
     "checkpoints": "remat2",
     "transparent": "cond jit scan shard_map",
-    "cheap": "concatenate iota pad rev slice split transpose",
+    "cheap": "broadcast_to concatenate iota pad rev slice split stack tile transpose unstack",
 }
 
 FEW = 16  # entries: a reduction of at least so many is kept. Its result is small, and making it again reads them all.
