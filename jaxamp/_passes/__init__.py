@@ -15,6 +15,7 @@ from .centered import square_centered
 from .channel_sums import sum_channels_once
 from .cotangents import share_cotangents
 from .early_rounding import round_early
+from .exponents import round_exponent_cotangents
 from .hoist_quantized import hoist_quantized
 from .joins import merge_joins
 from .labels import pick_labels
@@ -54,6 +55,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     sum_lookups,  # after `pick_labels`: no entry of these is read twice
     write_negated_lookups,
     round_norm_cotangents,
+    round_exponent_cotangents,
     square_centered,
     sum_channels_once,
     share_cotangents,  # last: it changes single steps, those inside of regions too

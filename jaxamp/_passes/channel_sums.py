@@ -32,7 +32,7 @@ from .._plan.plan import Environment, Part, Plan, Runner
 from .._primitives.affine import affine
 from .._traits import traits_of
 from .centered import Square
-from .norms import NormResult
+from .norms import RoundedCotangent
 
 _LINKS = lax.add_p, lax.sub_p, lax.mul_p, lax.div_p
 _SUMS = lax.add_p, lax.sub_p
@@ -58,7 +58,9 @@ def sum_channels_once(plan: Plan) -> Plan:
             taken.update(steps)
             after = places[i]
             inner, own = tuple(steps), tuple((i, links[i]) for i in steps if i in links)
-            chains.append(Chain((*inner[:-1], after), inner, own, after if isinstance(after, NormResult) else None))
+            chains.append(
+                Chain((*inner[:-1], after), inner, own, after if isinstance(after, RoundedCotangent) else None)
+            )
     return plan.with_regions(chains)
 
 
@@ -80,7 +82,7 @@ class Chain(NamedTuple):
     parts: tuple[Part, ...]
     steps: tuple[int, ...]
     links: tuple[tuple[int, Link], ...]  # of those steps that are one
-    after: NormResult | None  # what is done with the cotangent of the result
+    after: RoundedCotangent | None  # what is done with the cotangent of the result
 
     def with_parts(self, parts: tuple[Part, ...]) -> "Chain":
         return self._replace(parts=parts)
@@ -119,7 +121,7 @@ def _reshaped(x: Any, shape: Shape) -> Any:
 
 
 def _step_of(part: Part) -> int | None:
-    if isinstance(part, NormResult):
+    if isinstance(part, RoundedCotangent):
         part = part.parts[0] if len(part.parts) == 1 else part
     return part if isinstance(part, int) else None
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from .._compat import Literal, Var, open_jaxpr
+from .._formats import float_dtype
 from .._plan.bodies import functions_in
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, map_steps
@@ -35,16 +36,16 @@ def round_norm_cotangents(plan: Plan) -> Plan:
     found = {i for i, chain in chains.items() if chain is not None and i not in inside}
     if not found:
         return plan
-    return plan._replace(parts=map_steps(plan.parts, lambda i: NormResult((i,), i) if i in found else i))
+    return plan._replace(parts=map_steps(plan.parts, lambda i: RoundedCotangent((i,), i) if i in found else i))
 
 
-class NormResult(NamedTuple):
-    """The last operation of a norm."""
+class RoundedCotangent(NamedTuple):
+    """An operation, such as the last one of a norm, whose result has a cotangent that is written once, rounded."""
 
     parts: tuple[Part, ...]
     last: int
 
-    def with_parts(self, parts: tuple[Part, ...]) -> "NormResult":
+    def with_parts(self, parts: tuple[Part, ...]) -> "RoundedCotangent":
         return self._replace(parts=parts)
 
     def run(self, runner: Runner, plan: Plan, env: Environment) -> None:
@@ -96,13 +97,16 @@ def is_activated(plan: Plan, i: int, readers: Readers) -> bool:
 def _is_free_activation(plan: Plan, i: int) -> bool:
     eqn, step = plan.eqns[i], plan.steps[i]
     same_size = all(size_of(out.aval) == size_of(v.aval) for out in eqn.outvars for v in _large(eqn))
-    return _is_elementwise(eqn) and same_size and step.mode is not Mode.RULE and not step.is_pinned
+    return is_elementwise(eqn) and same_size and step.mode is not Mode.RULE and not step.is_pinned
 
 
-def _is_elementwise(eqn: Any) -> bool:
+def is_elementwise(eqn: Any) -> bool:
+    """Whether it is, or calls a function that is, element by element, or moves all entries. Or has no derivative."""
+    if all(float_dtype(v.aval) is None for v in eqn.outvars):
+        return True
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:
-        return all(_is_elementwise(inner) for inner in _equations_in(eqn))
+        return all(is_elementwise(inner) for inner in _equations_in(eqn))
     return traits.elementwise or traits.compares or traits.keeps_all_entries
 
 
@@ -165,7 +169,7 @@ def _is_reduced(plan: Plan, var: Var, readers: Readers) -> bool:
         eqn = plan.eqns[reader.place] if reader.place < len(plan.eqns) else None
         if eqn is None:
             continue
-        is_square = _is_elementwise(eqn) and all(v is var for v in eqn.invars) and len(eqn.invars) + _bends(eqn) > 1
+        is_square = is_elementwise(eqn) and all(v is var for v in eqn.invars) and len(eqn.invars) + _bends(eqn) > 1
         if _reduces(eqn) or (is_square and any(_reduces(plan.eqns[r.place]) for r in _in_plan(plan, readers, eqn))):
             return True
     return False

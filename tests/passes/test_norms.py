@@ -10,7 +10,7 @@ from plans import plan_of
 import jaxamp
 from jaxamp._passes.cotangents import share_cotangents
 from jaxamp._passes.early_rounding import round_early
-from jaxamp._passes.norms import NormResult, round_norm_cotangents
+from jaxamp._passes.norms import RoundedCotangent, round_norm_cotangents
 
 W, SCALE, OFFSET, X = normal(0, 8, 8, scale=0.4), 1 + 0.1 * normal(1, 8), normal(2, 8), normal(3, 16, 8)
 PARAMS = W, SCALE, OFFSET
@@ -40,7 +40,7 @@ def block(norm, act):
 
 def found(fn):
     plan = plan_of(fn, PARAMS, X, passes=(round_early, round_norm_cotangents, share_cotangents))
-    return [part for part in plan.parts if isinstance(part, NormResult)]
+    return [part for part in plan.parts if isinstance(part, RoundedCotangent)]
 
 
 NORMS = layer_norm, rms_norm, batch_norm, group_norm

@@ -1,0 +1,125 @@
+"""Round the cotangent of an exponent once, where several sums read it.
+
+    jnp.exp(a[:, None] - b[None, :]) * (q @ k.T) @ v        jnp.exp(jnp.cumsum(a)) * q
+
+The derivative of what the exponent is made of is a sum along each axis along which a part of it was repeated, and of a
+cumulative sum it is one in the other direction. XLA writes the cotangent to memory for all of these, in float32,
+although what it is made of has been rounded: the exponentials multiply what a matmul reads. So it is written once,
+rounded. Where only one sum reads the cotangent, it is made in the kernel of that sum and never written. Float16 is left
+alone: products of what is rounded may be beyond its range.
+
+That is how decays reach the scores in linear attention, an mLSTM, or a state space that is computed by chunks.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from .._compat import Literal, Var, open_jaxpr
+from .._plan.bodies import functions_in
+from .._plan.classify import Mode
+from .._plan.plan import Plan, Readers, map_steps
+from .._traits import traits_of
+from .._traits.matmul_cost import is_outer_product, size_of
+from .norms import RoundedCotangent, is_elementwise
+
+
+def round_exponent_cotangents(plan: Plan) -> Plan:
+    """Let the cotangents of exponents be low, where low operations read the exponentials, and several sums these."""
+    if not plan.touched or plan.setting.keep == "all" or plan.setting.formats.is_narrow:
+        return plan
+    powers = [i for i in plan.parts if isinstance(i, int) and _is_exponential(plan, i)]
+    if not powers:
+        return plan
+    readers, made = plan.readers(), {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars}
+    ends = (_end_of_exponent(plan, plan.eqns[i].invars[0], readers, made) for i in powers)
+    alone = {i for i in plan.parts if isinstance(i, int)}
+    found = {i for i in ends if i in alone and _is_read_low(plan, i, readers)}
+    if not found:
+        return plan
+    return plan._replace(parts=map_steps(plan.parts, lambda i: RoundedCotangent((i,), i) if i in found else i))
+
+
+def _is_exponential(plan: Plan, i: int) -> bool:
+    """Whether it is one of more than a number, in float32, and nobody asks for that."""
+    eqn, step = plan.eqns[i], plan.steps[i]
+    if eqn.primitive not in (lax.exp_p, lax.exp2_p) or isinstance(eqn.invars[0], Literal):
+        return False
+    is_wide = step.is_plain and not step.is_pinned and not step.outs[0].is_low
+    return is_wide and plan.setting.formats.may_lower(eqn.invars[0]) and size_of(eqn.invars[0].aval) > 1
+
+
+class _Parts(NamedTuple):
+    """What an exponent is made of."""
+
+    repeated: int  # parts that are repeated
+    accumulated: int | None  # the step that is a cumulative sum, if there is one
+
+
+def _end_of_exponent(plan: Plan, exponent: Var, readers: Readers, made: dict[Var, int]) -> int | None:
+    """The step whose result has the cotangent that the sums read; None if there are not several.
+
+    The last one of an exponent, or the cumulative sum if nothing but it is repeated: then several exponentials may read
+    it.
+    """
+    found = _parts(plan, exponent, made)
+    if found.repeated > 1 or (found.repeated and found.accumulated is not None):
+        return made[exponent]
+    return found.accumulated
+
+
+def _parts(plan: Plan, exponent: Var, made: dict[Var, int]) -> _Parts:
+    repeated, accumulated, waiting, seen = 0, None, [exponent], {exponent}
+    while waiting:
+        var = waiting.pop()
+        if var not in made:
+            continue
+        eqn, size = plan.eqns[made[var]], size_of(var.aval)
+        if any(inner.primitive is lax.cumsum_p for inner in _with_inner(eqn)):
+            accumulated = made[var]
+        elif is_elementwise(eqn):
+            for v in eqn.invars:
+                if isinstance(v, Literal) or v in seen or not plan.setting.formats.may_lower(v):
+                    continue
+                seen.add(v)
+                is_whole = size_of(v.aval) == size
+                repeated += not is_whole
+                waiting += [v] if is_whole else []
+    return _Parts(repeated, accumulated)
+
+
+def _with_inner(eqn: Any) -> Iterator[Any]:
+    """An equation, or if it calls a function those of its body."""
+    if not traits_of(eqn.primitive).plain_call:
+        yield eqn
+        return
+    for body in functions_in(eqn):
+        for inner in open_jaxpr(body).eqns:
+            yield from _with_inner(inner)
+
+
+def _is_read_low(plan: Plan, i: int, readers: Readers) -> bool:
+    """Whether all that has the size of a result is read low in the end, after element-wise work.
+
+    Sums, maxima and some of the entries may be read by others: they are subtracted, or divided by.
+    """
+    waiting, seen, is_low = [plan.eqns[i].outvars[0]], set[int](), False
+    size = size_of(waiting[0].aval)
+    while waiting:
+        for reader in readers.get(waiting.pop(), []):
+            if reader.format is not None and reader.format.low:
+                is_low = True
+            elif reader.place == len(plan.eqns):
+                return False
+            elif reader.place not in seen:
+                seen.add(reader.place)
+                eqn, step = plan.eqns[reader.place], plan.steps[reader.place]
+                traits, is_whole = traits_of(eqn.primitive), all(size_of(v.aval) == size for v in eqn.outvars)
+                may_follow = (
+                    is_elementwise(eqn) or is_outer_product(eqn) if is_whole else traits.reduces or traits.rearranges
+                )
+                if not may_follow or step.mode is Mode.RULE or step.is_pinned:
+                    return False
+                waiting += eqn.outvars if is_whole else []
+    return is_low
