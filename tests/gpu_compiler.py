@@ -589,6 +589,46 @@ def main():
             found[name] = sum(kernel.count("f32[32,196,256]") for kernel in kernels)
         return found
 
+    def decays():
+        """How often the decays of linear attention, or their cotangents, are written in float32, in its gradient."""
+
+        def loss(w, x):
+            q, k, v = (x @ w[i] for i in range(3))
+            logs = jnp.cumsum(jax.nn.log_sigmoid((x @ w[3])[..., :8] + 2.0), 1).swapaxes(1, 2)
+            causal = jnp.tril(jnp.ones((256, 256), bool))
+            exponent = jnp.where(causal, logs[..., :, None] - logs[..., None, :], -jnp.inf)
+            largest = exponent.max(-1, keepdims=True)
+            heads = lambda a: a.reshape(*a.shape[:2], 8, -1)
+            scores = jnp.einsum("bthd,bshd->bhts", heads(q), heads(k)) * jnp.exp(exponent - largest)
+            scores = scores / jnp.maximum(jnp.abs(scores.sum(-1, keepdims=True)), jnp.exp(-largest))
+            return jnp.mean(jnp.einsum("bhts,bshd->bthd", scores, heads(v)) ** 2)
+
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 256, 256), (16, 256, 256))]
+        found = {}
+        for name, disabled in (("with", []), ("without", ["round_exponent_cotangents"])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            text = compiled(jax.grad(amp), *shapes, donate=()).as_text()
+            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
+            found[name] = sum(kernel.count("f32[16,8,256,256]") for kernel in kernels)
+        return found
+
+    def handed_on():
+        """The bytes of float32 that the two sections of a network hand on, which read one low value in float32."""
+
+        def loss(w, x):
+            h = x @ w["first"]
+            few = jnp.tanh(jnp.tanh((h * jnp.exp(w["a"])) @ w["square"]) @ w["narrow"]) @ w["back"]
+            return jnp.mean(jnp.sin((few + jnp.tile(h * jax.nn.softplus(w["b"]), (1, 4))) @ w["last"]) ** 2)
+
+        sizes = {"first": (64, 256), "square": (256, 256), "narrow": (256, 32), "back": (32, 1024), "last": (1024, 8)}
+        sizes |= {"a": (256,), "b": (256,)}
+        w = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in sizes.items()}
+        x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+        text = compiled(jax.grad(jaxamp.amp(loss, compute_dtype=jnp.bfloat16)), w, x, donate=()).as_text()
+        forward = [line for line in text.split("ENTRY")[1].splitlines() if "transpose(jvp" not in line]
+        kernels = [found for line in forward for found in re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", line)]
+        return sum(kernel.count("f32[4096,256]") for kernel in kernels)
+
     def experts():
         """How many matmuls eight experts have, and how many rows they multiply for each that there is."""
 
@@ -715,6 +755,8 @@ def main():
         "causal": causal,
         "spectral": spectral,
         "mixed": mixed,
+        "decays": decays,
+        "handed on": handed_on,
         "experts": experts,
         "recurrent": recurrent,
         "parallel": parallel,

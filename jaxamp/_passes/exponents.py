@@ -1,11 +1,11 @@
 """Round the cotangent of an exponent once, where several sums read it.
 
-    jnp.exp(a[:, None] - b[None, :]) * (q @ k.T) @ v        jnp.exp(jnp.cumsum(a)) * q
+    jnp.exp(a[:, None] - a[None, :] + b[None, :]) * (q @ k.T) @ v        jnp.exp(jnp.cumsum(a)) * q
 
 The derivative of what the exponent is made of is a sum along each axis along which a part of it was repeated, and of a
 cumulative sum it is one in the other direction. XLA writes the cotangent to memory for all of these, in float32,
 although what it is made of has been rounded: the exponentials multiply what a matmul reads. So it is written once,
-rounded. Where only one sum reads the cotangent, it is made in the kernel of that sum and never written. Float16 is left
+rounded. Where only one or two sums read the cotangent, it is made in their kernels and never written. Float16 is left
 alone: products of what is rounded may be beyond its range.
 
 That is how decays reach the scores in linear attention, an mLSTM, or a state space that is computed by chunks.
@@ -23,6 +23,8 @@ from .._plan.plan import Plan, Readers, map_steps
 from .._traits import traits_of
 from .._traits.matmul_cost import is_outer_product, size_of
 from .norms import RoundedCotangent, is_elementwise
+
+_SEVERAL = 3  # sums. For two, XLA makes the cotangent twice and does not write it.
 
 
 def round_exponent_cotangents(plan: Plan) -> Plan:
@@ -60,13 +62,12 @@ class _Parts(NamedTuple):
 def _end_of_exponent(plan: Plan, exponent: Var, readers: Readers, made: dict[Var, int]) -> int | None:
     """The step whose result has the cotangent that the sums read; None if there are not several.
 
-    The last one of an exponent, or the cumulative sum if nothing but it is repeated: then several exponentials may read
-    it.
+    The last one of an exponent, or a cumulative sum, of which several exponentials may be made.
     """
     found = _parts(plan, exponent, made)
-    if found.repeated > 1 or (found.repeated and found.accumulated is not None):
-        return made[exponent]
-    return found.accumulated
+    if found.accumulated is not None:
+        return found.accumulated
+    return made[exponent] if found.repeated >= _SEVERAL else None
 
 
 def _parts(plan: Plan, exponent: Var, made: dict[Var, int]) -> _Parts:

@@ -30,6 +30,8 @@ QUESTIONS = {
     "causal": ["causal"],
     "spectral": ["spectral"],
     "mixed": ["mixed"],
+    "decays": ["decays"],
+    "handed on": ["handed on"],
     "experts": ["experts"],
     "recurrent": ["recurrent"],
     "parallel": ["parallel"],
@@ -179,6 +181,15 @@ def test_activations_between_transforms_are_low(answers):
 def test_norms_in_front_of_matmuls_of_tokens_are_not_written_in_float32(answers):
     """Their cotangents come turned, for the scale, the mean and the variance: XLA would write one for each."""
     assert answers["mixed"]["with"] == 0 < answers["mixed"]["without"]
+
+
+def test_the_decays_of_linear_attention_have_no_cotangents_in_float32(answers):
+    """Sums of rows and of columns read them: XLA would write one for all."""
+    assert answers["decays"]["with"] == 0 < answers["decays"]["without"]
+
+
+def test_a_low_value_that_two_sections_widen_is_not_written_in_float32(answers):
+    assert answers["handed on"] == 0
 
 
 def test_experts_multiply_their_own_rows(answers):
