@@ -106,13 +106,13 @@ def is_elementwise(eqn: Any) -> bool:
         return True
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:
-        return all(is_elementwise(inner) for inner in _equations_in(eqn))
+        return all(is_elementwise(inner) for inner in equations_in(eqn))
     return traits.elementwise or traits.compares or traits.keeps_all_entries
 
 
 def _bends(eqn: Any) -> bool:
     """Whether an equation is nonlinear, or has a nonlinear one inside."""
-    return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for inner in _equations_in(eqn))
+    return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for inner in equations_in(eqn))
 
 
 def _turns(eqn: Any) -> bool:
@@ -137,10 +137,11 @@ def _is_turned(plan: Plan, reader: Reader, readers: Readers) -> bool:
 
 
 def _reduces(eqn: Any) -> bool:
-    return traits_of(eqn.primitive).reduces or any(_reduces(inner) for inner in _equations_in(eqn))
+    return traits_of(eqn.primitive).reduces or any(_reduces(inner) for inner in equations_in(eqn))
 
 
-def _equations_in(eqn: Any) -> list[Any]:
+def equations_in(eqn: Any) -> list[Any]:
+    """The equations in the bodies of a function."""
     return [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
 
 
