@@ -7,19 +7,19 @@ would write the scores in float32, forward for their maximum and for their expon
 the derivatives of both. What is capped has been rounded by the matmul, and one more rounding costs little.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import lax
 
 from .._compat import Literal, Var
+from .._formats import Format
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Readers, Runner, Step, map_steps
 from .._primitives import activations
 from .._primitives.barriers import materialize
 from .._traits import traits_of
 from .._traits.matmul_cost import size_of
-from .norms import equations_in, is_elementwise
+from .norms import has, is_elementwise
 from .streams import held_low
 
 
@@ -36,7 +36,7 @@ def hold_caps_low(plan: Plan) -> Plan:
     for i in caps:
         scaled = _from_low(plan, plan.eqns[i].invars[0], readers, made)
         if scaled is not None and _ends_in_softmax(plan, plan.eqns[i].outvars[0], readers):
-            changed |= {j: held_low(plan.steps[j], low)._replace(reads=_read_low(plan, j)) for j in (*scaled, i)}
+            changed |= {j: _low_throughout(plan.steps[j], low) for j in (*scaled, i)}
             capped.add(i)
     if not capped:
         return plan
@@ -60,10 +60,16 @@ class Cap(NamedTuple):
             env.write(var, materialize(y, plan.setting.formats.compute_dtype), value)
 
 
+def _low_throughout(step: Step, low: Format) -> Step:
+    return held_low(step, low)._replace(reads=tuple(low if format_ is not None else None for format_ in step.reads))
+
+
 def _is_wide_tanh(plan: Plan, i: int) -> bool:
     """Whether it would be low, if only float32 operations did not read its result."""
     eqn = plan.eqns[i]
-    return eqn.primitive is lax.tanh_p and eqn.params.get("accuracy") is None and _is_wide(plan, i)
+    if eqn.primitive is not lax.tanh_p or isinstance(eqn.invars[0], Literal):
+        return False
+    return eqn.params.get("accuracy") is None and _is_wide(plan, i)
 
 
 def _is_wide(plan: Plan, i: int) -> bool:
@@ -72,21 +78,13 @@ def _is_wide(plan: Plan, i: int) -> bool:
     return follows and not step.outs[0].is_low and plan.setting.formats.may_lower(plan.eqns[i].outvars[0])
 
 
-def _read_low(plan: Plan, i: int) -> tuple[Any, ...]:
-    eqn, step = plan.eqns[i], plan.steps[i]
-    return tuple(
-        plan.setting.formats.low if format_ is not None else None
-        for _, format_ in zip(eqn.invars, step.reads, strict=True)
-    )
-
-
 def _from_low(plan: Plan, var: Var, readers: Readers, made: dict[Var, int]) -> list[int] | None:
     """The steps that scale or move a low value, of which nothing else reads the results; None if it is not low."""
     scaled: list[int] = []
     while var in made and len(readers[var]) == 1:
         i = made[var]
         eqn, step = plan.eqns[i], plan.steps[i]
-        if step.outs[plan.eqns[i].outvars.index(var)].is_low:
+        if step.outs[eqn.outvars.index(var)].is_low:
             return scaled
         large = [v for v in eqn.invars if not isinstance(v, Literal)]
         traits = traits_of(eqn.primitive)
@@ -121,14 +119,9 @@ def _ends_in_softmax(plan: Plan, var: Var, readers: Readers) -> bool:
 
 
 def _takes_maximum(eqn: Any) -> bool:
-    return _has(eqn, lambda inner: inner.primitive is lax.reduce_max_p)
+    return has(eqn, lambda inner: inner.primitive is lax.reduce_max_p)
 
 
 def _shifts(eqn: Any) -> bool:
     """Whether it adds to a value, or subtracts from it, or looks up entries."""
-    return traits_of(eqn.primitive).sum or _has(eqn, lambda inner: inner.primitive is lax.gather_p)
-
-
-def _has(eqn: Any, is_one: Callable[[Any], bool]) -> bool:
-    """Whether an equation is one of a kind, or calls a function that has one."""
-    return is_one(eqn) or any(_has(inner, is_one) for inner in equations_in(eqn))
+    return traits_of(eqn.primitive).sum or has(eqn, lambda inner: inner.primitive is lax.gather_p)

@@ -11,18 +11,16 @@ alone: products of what is rounded may be beyond its range.
 That is how decays reach the scores in linear attention, an mLSTM, or a state space that is computed by chunks.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 
-from .._compat import Literal, Var, open_jaxpr
-from .._plan.bodies import functions_in
+from .._compat import Literal, Var
 from .._plan.classify import Mode
 from .._plan.plan import Plan, Readers, map_steps
 from .._traits import traits_of
 from .._traits.matmul_cost import is_outer_product, size_of
-from .norms import RoundedCotangent, is_elementwise
+from .norms import RoundedCotangent, has, is_elementwise
 
 _SEVERAL = 3  # sums. For two, XLA makes the cotangent twice and does not write it.
 
@@ -77,7 +75,7 @@ def _parts(plan: Plan, exponent: Var, made: dict[Var, int]) -> _Parts:
         if var not in made:
             continue
         eqn, size = plan.eqns[made[var]], size_of(var.aval)
-        if any(inner.primitive is lax.cumsum_p for inner in _with_inner(eqn)):
+        if has(eqn, lambda inner: inner.primitive is lax.cumsum_p):
             accumulated = made[var]
         elif is_elementwise(eqn):
             for v in eqn.invars:
@@ -88,16 +86,6 @@ def _parts(plan: Plan, exponent: Var, made: dict[Var, int]) -> _Parts:
                 repeated += not is_whole
                 waiting += [v] if is_whole else []
     return _Parts(repeated, accumulated)
-
-
-def _with_inner(eqn: Any) -> Iterator[Any]:
-    """An equation, or if it calls a function those of its body."""
-    if not traits_of(eqn.primitive).plain_call:
-        yield eqn
-        return
-    for body in functions_in(eqn):
-        for inner in open_jaxpr(body).eqns:
-            yield from _with_inner(inner)
 
 
 def _is_read_low(plan: Plan, i: int, readers: Readers) -> bool:

@@ -9,7 +9,7 @@ rounded as well. An activation by comparison, as a relu is, XLA repeats for each
 tried, and is slower: 22.0 and 21.5 ms in a ResNet-50 (H200).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -106,13 +106,13 @@ def is_elementwise(eqn: Any) -> bool:
         return True
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:
-        return all(is_elementwise(inner) for inner in equations_in(eqn))
+        return all(is_elementwise(inner) for inner in _equations_in(eqn))
     return traits.elementwise or traits.compares or traits.keeps_all_entries
 
 
 def _bends(eqn: Any) -> bool:
     """Whether an equation is nonlinear, or has a nonlinear one inside."""
-    return traits_of(eqn.primitive).nonlinear or any(_bends(inner) for inner in equations_in(eqn))
+    return has(eqn, lambda inner: traits_of(inner.primitive).nonlinear)
 
 
 def _turns(eqn: Any) -> bool:
@@ -137,11 +137,15 @@ def _is_turned(plan: Plan, reader: Reader, readers: Readers) -> bool:
 
 
 def _reduces(eqn: Any) -> bool:
-    return traits_of(eqn.primitive).reduces or any(_reduces(inner) for inner in equations_in(eqn))
+    return has(eqn, lambda inner: traits_of(inner.primitive).reduces)
 
 
-def equations_in(eqn: Any) -> list[Any]:
-    """The equations in the bodies of a function."""
+def has(eqn: Any, is_one: Callable[[Any], bool]) -> bool:
+    """Whether an equation is one of a kind, or calls a function that has one."""
+    return is_one(eqn) or any(has(inner, is_one) for inner in _equations_in(eqn))
+
+
+def _equations_in(eqn: Any) -> list[Any]:
     return [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
 
 
