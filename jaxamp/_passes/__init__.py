@@ -10,7 +10,6 @@ from .._compat import Jaxpr
 from .._plan.plan import Plan, Setting
 from .activations import keep_activations
 from .alignment import align_matmuls
-from .caps import hold_caps_low
 from .carries import carry_low
 from .centered import square_centered
 from .channel_sums import sum_channels_once
@@ -48,7 +47,6 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     multiply_outer_products,
     low_softmaxes,
     hold_streams_low,
-    hold_caps_low,
     derive_recurrences,  # whose sums are held low
     round_early,
     keep_activations,

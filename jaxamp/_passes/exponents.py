@@ -1,4 +1,4 @@
-"""Round the cotangent of an exponent once, where several sums read it.
+"""Round the cotangent of an exponent once, where several sums or a cumulative sum read it.
 
     jnp.exp(a[:, None] - a[None, :] + b[None, :]) * (q @ k.T) @ v        jnp.exp(jnp.cumsum(a)) * q
 
@@ -26,16 +26,16 @@ _SEVERAL = 3  # sums. For two, XLA makes the cotangent twice and does not write 
 
 
 def round_exponent_cotangents(plan: Plan) -> Plan:
-    """Let the cotangents of exponents be low, where low operations read the exponentials, and several sums these."""
+    """Let the cotangents of exponents be low, where low operations read the exponentials, and sums the cotangents."""
     if not plan.touched or plan.setting.keep == "all" or plan.setting.formats.is_narrow:
         return plan
     powers = [i for i in plan.parts if isinstance(i, int) and _is_exponential(plan, i)]
     if not powers:
         return plan
     readers, made = plan.readers(), {v: i for i, eqn in enumerate(plan.eqns) for v in eqn.outvars}
-    ends = (_end_of_exponent(plan, plan.eqns[i].invars[0], readers, made) for i in powers)
+    ends = (_end_of_exponent(plan, plan.eqns[i].invars[0], made) for i in powers)
     alone = {i for i in plan.parts if isinstance(i, int)}
-    found = {i for i in ends if i in alone and _is_read_low(plan, i, readers)}
+    found = {i for i in ends if i in alone and _may_round(plan, i) and _is_read_low(plan, i, readers)}
     if not found:
         return plan
     return plan._replace(parts=map_steps(plan.parts, lambda i: RoundedCotangent((i,), i) if i in found else i))
@@ -57,8 +57,15 @@ class _Parts(NamedTuple):
     accumulated: int | None  # the step that is a cumulative sum, if there is one
 
 
-def _end_of_exponent(plan: Plan, exponent: Var, readers: Readers, made: dict[Var, int]) -> int | None:
-    """The step whose result has the cotangent that the sums read; None if there are not several.
+def _may_round(plan: Plan, i: int) -> bool:
+    """Whether it has one result, in float32, and nobody asks for that."""
+    eqn, step = plan.eqns[i], plan.steps[i]
+    is_free = len(eqn.outvars) == 1 and step.mode is not Mode.RULE and not step.is_pinned
+    return is_free and not step.outs[0].is_low and plan.setting.formats.may_lower(eqn.outvars[0])
+
+
+def _end_of_exponent(plan: Plan, exponent: Var, made: dict[Var, int]) -> int | None:
+    """The step whose result has the cotangent that sums or a cumulative sum read; None if these are few.
 
     The last one of an exponent, or a cumulative sum, of which several exponentials may be made.
     """

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from .._compat import Literal, Var, open_jaxpr
-from .._formats import float_dtype
+from .._formats import float_dtype, is_complex
 from .._plan.bodies import functions_in
 from .._plan.classify import Mode
 from .._plan.plan import Environment, Part, Plan, Reader, Readers, Runner, map_steps
@@ -101,8 +101,8 @@ def _is_free_activation(plan: Plan, i: int) -> bool:
 
 
 def is_elementwise(eqn: Any) -> bool:
-    """Whether it is, or calls a function that is, element by element, or moves all entries. Or has no derivative."""
-    if all(float_dtype(v.aval) is None for v in eqn.outvars):
+    """Whether it is, or calls a function that is, element by element, or moves all entries. Or makes only integers."""
+    if eqn.outvars and all(float_dtype(v.aval) is None and not is_complex(v.aval) for v in eqn.outvars):
         return True
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:

@@ -64,7 +64,7 @@ def hold_streams_low(plan: Plan) -> Plan:
     wide_for_all = {i for i in mixed if i in of_matmuls or asked(i, _is_wide_for_all)} - pooled
     steps = Memo()  # equations of a kind share a step
     changed = {
-        i: steps.get(plan.steps[i], None, functools.partial(held_low, plan.steps[i], plan.setting.formats.low))
+        i: steps.get(plan.steps[i], None, functools.partial(_held_low, plan.steps[i], plan.setting.formats.low))
         for i in mixed
         if plan.eqns[i].outvars[0] in known.rounded
         and plan.eqns[i].outvars[0] not in magnified
@@ -105,7 +105,7 @@ def _is_read_in_both(plan: Plan, i: int, readers: list[Reader]) -> bool:
     return _may_round(plan, readers) and (_is_read_low(readers) or _is_shared_sum(plan, i, readers))
 
 
-def held_low(step: Step, low: Format) -> Step:
+def _held_low(step: Step, low: Format) -> Step:
     return step._replace(outs=(step.outs[0]._replace(format=low),), touched=True)
 
 

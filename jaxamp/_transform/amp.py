@@ -176,8 +176,8 @@ def amp(
             `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `merge_repeats`,
             `merge_joins`, `spread_masks`, `fold_transposes`, `order_results`, `align_matmuls`,
-            `multiply_outer_products`, `low_softmaxes`, `hold_streams_low`, `hold_caps_low`, `derive_recurrences`,
-            `round_early`, `keep_activations`, `pool_by_places`, `pick_labels`, `sum_lookups`, `write_negated_lookups`,
+            `multiply_outer_products`, `low_softmaxes`, `hold_streams_low`, `derive_recurrences`, `round_early`,
+            `keep_activations`, `pool_by_places`, `pick_labels`, `sum_lookups`, `write_negated_lookups`,
             `round_norm_cotangents`, `round_exponent_cotangents`, `square_centered`, `sum_channels_once`,
             `share_cotangents`, `share_quantized`, `send_low`, `hoist_quantized`, `sum_in_loops`, `carry_low`,
             `recompute`, `round_in_loops`, `round_once`.

@@ -119,7 +119,15 @@ def pinned(params, x):
     return jnp.sum(((scores(params, x) * decay) @ (x @ params[0])) ** 2)
 
 
-@pytest.mark.parametrize("fn", [softmax_by_hand, one_repeated, of_two_parts, read_in_float32, returned, pinned])
+def pinned_sum(params, x):
+    with jaxamp.amp_stop():
+        total = jnp.cumsum(jax.nn.log_sigmoid(x @ params[1]), 0)
+    return jnp.sum((((x @ params[0]) * jnp.exp(total)) @ params[0]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "fn", [softmax_by_hand, one_repeated, of_two_parts, read_in_float32, returned, pinned, pinned_sum]
+)
 def test_others_are_left_alone(fn):
     assert found(fn) == []
 
@@ -137,3 +145,19 @@ def test_second_derivatives_and_batches():
     xs = jnp.stack([X, X[::-1]])
     for fn in (by_differences, by_cumulative_sum, gated):
         assert_near(jax.jit(both_rows(AMP(fn)))(PARAMS, xs), in_float64(both_rows(fn), PARAMS, xs), 3e-2)
+
+
+@jax.jit
+def sums(a):
+    return jnp.cumsum(a, 0), jnp.sum(a)
+
+
+def of_a_function_with_two_results(params, x):
+    total, rest = sums(jax.nn.log_sigmoid(x @ params[1]))
+    return jnp.sum((((x @ params[0]) * jnp.exp(total)) @ params[0]) ** 2) + rest
+
+
+def test_a_cumulative_sum_may_be_one_of_several_results():
+    fn = of_a_function_with_two_results
+    assert found(fn) == []
+    assert_near(jax.jit(jax.grad(AMP(fn)))(PARAMS, X), in_float64(jax.grad(fn), PARAMS, X), 3e-2)
