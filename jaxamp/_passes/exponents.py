@@ -43,18 +43,9 @@ def round_exponent_cotangents(plan: Plan) -> Plan:
 
 def _is_exponential(plan: Plan, i: int) -> bool:
     """Whether it is one of more than a number, in float32, and nobody asks for that."""
-    eqn, step = plan.eqns[i], plan.steps[i]
-    if eqn.primitive not in (lax.exp_p, lax.exp2_p) or isinstance(eqn.invars[0], Literal):
-        return False
-    is_wide = step.is_plain and not step.is_pinned and not step.outs[0].is_low
-    return is_wide and plan.setting.formats.may_lower(eqn.invars[0]) and size_of(eqn.invars[0].aval) > 1
-
-
-class _Parts(NamedTuple):
-    """What an exponent is made of."""
-
-    repeated: int  # parts that are repeated
-    accumulated: int | None  # the step that is a cumulative sum, if there is one
+    eqn = plan.eqns[i]
+    is_one = eqn.primitive in (lax.exp_p, lax.exp2_p) and not isinstance(eqn.invars[0], Literal)
+    return is_one and size_of(eqn.invars[0].aval) > 1 and _may_round(plan, i)
 
 
 def _may_round(plan: Plan, i: int) -> bool:
@@ -62,6 +53,13 @@ def _may_round(plan: Plan, i: int) -> bool:
     eqn, step = plan.eqns[i], plan.steps[i]
     is_free = len(eqn.outvars) == 1 and step.mode is not Mode.RULE and not step.is_pinned
     return is_free and not step.outs[0].is_low and plan.setting.formats.may_lower(eqn.outvars[0])
+
+
+class _Parts(NamedTuple):
+    """What an exponent is made of."""
+
+    repeated: int  # parts that are repeated
+    accumulated: int | None  # the step that is a cumulative sum, if there is one
 
 
 def _end_of_exponent(plan: Plan, exponent: Var, made: dict[Var, int]) -> int | None:
