@@ -34,6 +34,7 @@ from .round_once import round_once
 from .send_low import send_low
 from .share_quantized import share_quantized
 from .softmax import low_softmaxes
+from .states import keep_states_low
 from .streams import hold_streams_low
 from .sum_in_loops import sum_in_loops
 from .transposes import fold_transposes
@@ -67,6 +68,7 @@ PROGRAM_PASSES: tuple[Callable[[Jaxpr, Setting], Jaxpr], ...] = (
     hoist_quantized,
     sum_in_loops,
     carry_low,
+    keep_states_low,
     recompute,
     round_in_loops,
     round_once,

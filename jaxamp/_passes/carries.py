@@ -7,6 +7,9 @@ read the states of all rounds, after the loop. Rounded before it is handed on, i
 of each round is neither written nor kept for the backward pass. A state that a round adds to, as the cell `c`, stays in
 float32: a rounding in each round would add up. So does one that a round may hand on as it is: its cotangent is a sum
 over rounds.
+
+What a loop is given for each round, and rounds only read rounded, is rounded in front of the loop, if it is made of low
+values. Parameters are not: their gradients would be rounded.
 """
 
 import itertools
@@ -50,16 +53,16 @@ class _Loops:
 
     def _run(self, jaxpr: Jaxpr, outs: Flags) -> _Written:
         body, written = open_jaxpr(jaxpr), list[list[Any]]()
-        reads = RoundedReads(body.outvars, outs)
+        reads, is_made = RoundedReads(body.outvars, outs), _MadeLow(body.eqns, self._low)
         for eqn in reversed(body.eqns):
-            new, flags = self._equation(eqn, reads)
+            new, flags = self._equation(eqn, reads, is_made)
             reads.read(eqn.invars, flags)
             written.append(new)
         eqns = list(itertools.chain.from_iterable(reversed(written)))
         is_old = len(eqns) == len(body.eqns) and all(map(operator.is_, eqns, body.eqns))
         return _Written(jaxpr if is_old else with_equations(jaxpr, eqns), reads.of(body.invars, unread=True))
 
-    def _equation(self, eqn: Any, reads: RoundedReads) -> tuple[list[Any], Flags]:
+    def _equation(self, eqn: Any, reads: RoundedReads, is_made: "_MadeLow") -> tuple[list[Any], Flags]:
         """An equation rewritten, with casts around it, and which of its operands it rounds."""
         entry = describe(eqn)
         results = reads.of(eqn.outvars, unread=True)
@@ -68,7 +71,7 @@ class _Loops:
         if entry.lazy or traits_of(eqn.primitive).own_jvp:
             return [eqn], (False,) * len(eqn.invars)
         if eqn.primitive.name == "scan":
-            return self._loop(eqn, results, reads)
+            return self._loop(eqn, results, reads, is_made)
         return self._entered(eqn, entry, results)
 
     def _entered(self, eqn: Any, entry: Entry, results: Flags) -> tuple[list[Any], Flags]:
@@ -87,39 +90,63 @@ class _Loops:
             eqn = eqn.replace(params=with_replaced_bodies(eqn, entry, bodies))
         return [eqn], tuple(flags)
 
-    def _loop(self, eqn: Any, results: Flags, reads: RoundedReads) -> tuple[list[Any], Flags]:
+    def _loop(self, eqn: Any, results: Flags, reads: RoundedReads, is_made: "_MadeLow") -> tuple[list[Any], Flags]:
         jaxpr, (constants, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
         own = open_jaxpr(jaxpr).outvars
         low = [flag and self._formats.may_lower(v) for flag, v in zip(results, own, strict=True)]
         read = self.run(jaxpr, (*(False for _ in range(carries)), *low[carries:])).ins[constants:]
         low[:carries] = map(operator.and_, low[:carries], read)
         written = self.run(jaxpr, tuple(low))
-        places = [i for i, flag in enumerate(low) if flag]
+        handed_on = [i for i, flag in enumerate(low) if flag]
+        rounds = range(constants + carries, len(eqn.invars))
+        given = [i for i in rounds if written.ins[i] and self._is_wide(eqn.invars[i]) and is_made(eqn.invars[i])]
         same = (False,) * constants  # their cotangents are summed over all rounds
         flags = [*same, *low[:carries], *written.ins[constants + carries :]]
         if written.jaxpr is not jaxpr:
             eqn = eqn.replace(params={**eqn.params, "jaxpr": written.jaxpr})
-        return (self._lowered(eqn, places, reads) if places else [eqn]), tuple(flags)
+        return (self._lowered(eqn, handed_on, given, reads) if handed_on or given else [eqn]), tuple(flags)
 
-    def _lowered(self, loop: Any, places: Sequence[int], reads: RoundedReads) -> list[Any]:
-        """A loop that hands on some of its results low, with casts in front of it and after it."""
+    def _is_wide(self, atom: Any) -> bool:
+        is_one = not isinstance(atom, Literal) and self._formats.may_lower(atom) and not self._formats.is_narrow
+        return is_one and atom.aval.dtype != self._low
+
+    def _lowered(self, loop: Any, places: Sequence[int], given: Sequence[int], reads: RoundedReads) -> list[Any]:
+        """A loop that hands on some of its results low, and is given some operands low, with casts around it."""
         jaxpr, (constants, carries) = loop.params["jaxpr"], scan_counts(loop.params)
         body, low = open_jaxpr(jaxpr), self._low
         ins, outs, operands, results = list(body.invars), list(body.outvars), list(loop.invars), list(loop.outvars)
         in_front, last, after = list[Any](), list[Any](), list[Any]()
+        for at in [*(constants + i for i in places if i < carries), *given]:
+            ins[at], operands[at] = in_dtype(ins[at], low), in_dtype(operands[at], low)
+            in_front.append(cast_equation(loop, loop.invars[at], operands[at]))
         for i in places:
-            if i < carries:
-                at = constants + i
-                ins[at], operands[at] = in_dtype(ins[at], low), in_dtype(ins[at], low)
-                in_front.append(cast_equation(loop, loop.invars[at], operands[at]))
             outs[i], results[i] = in_dtype(body.outvars[i], low), in_dtype(loop.outvars[i], low)
             last.append(cast_equation(loop, body.outvars[i], outs[i]))
             if reads.is_read(loop.outvars[i]):
                 after.append(cast_equation(loop, results[i], loop.outvars[i]))
-        given = {wide: new for wide, new in zip(body.invars, ins, strict=True) if wide is not new}
-        eqns = [*_reading(body.eqns, given, loop), *last]
+        instead = {wide: new for wide, new in zip(body.invars, ins, strict=True) if wide is not new}
+        eqns = [*_reading(body.eqns, instead, loop), *last]
         new = with_operands(with_equations(jaxpr, eqns, outs), ins)
         return [*in_front, loop.replace(invars=operands, outvars=results, params={**loop.params, "jaxpr": new}), *after]
+
+
+class _MadeLow:
+    """Whether variables of some equations are made of low values, among others."""
+
+    def __init__(self, eqns: Sequence[Any], low: Any):
+        self._makers, self._low = {v: eqn for eqn in eqns for v in eqn.outvars}, low
+
+    def __call__(self, v: Var) -> bool:
+        waiting, seen = [v], {v}
+        while waiting:
+            v = waiting.pop()
+            if getattr(v.aval, "dtype", None) == self._low:
+                return True
+            made_of = self._makers[v].invars if v in self._makers else ()
+            new = {u for u in made_of if not isinstance(u, Literal) and u not in seen}
+            waiting += new
+            seen |= new
+        return False
 
 
 def _reading(eqns: Sequence[Any], given: dict[Var, Var], like: Any) -> list[Any]:

@@ -10,6 +10,7 @@ sums them for the bias. Not those that come from a gelu, or another float32 acti
 these in float32, or the exponentials of which they are made.
 """
 
+import heapq
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -33,12 +34,13 @@ def share_cotangents(plan: Plan) -> Plan:
     """Run operations that repeat an operand such that the cotangents of both are one array."""
     if not plan.touched:
         return plan
+    crossed = _crossed(plan)
     found = {
         i
         for i, (eqn, step) in enumerate(zip(plan.eqns, plan.steps, strict=True))
         if traits_of(eqn.primitive).broadcasts
         and step.mode is not Mode.RULE
-        and any(map(_is_repeated(eqn), eqn.invars))
+        and (any(map(_is_repeated(eqn), eqn.invars)) or _is_any(crossed, eqn.invars))
     }
     if not found:
         return plan
@@ -51,10 +53,11 @@ def share_cotangents(plan: Plan) -> Plan:
     def shared(i: int) -> Part:
         if i not in found:
             return i
-        alone = _is_any(not_convolved, plan.eqns[i].invars) or _is_chosen(plan, i, readers, kept)
+        is_bias = not _is_any(not_convolved, plan.eqns[i].invars) or _is_any(crossed, plan.eqns[i].invars)
+        alone = not is_bias or _is_chosen(plan, i, readers, kept)
         if not alone and _is_any(convolved, plan.eqns[i].invars):
             alone = not is_activated(plan, i, readers)
-        return SharedCotangent((i,), others, scaled, alone)
+        return SharedCotangent((i,), others, scaled, crossed, alone)
 
     return plan._replace(parts=map_steps(plan.parts, shared))
 
@@ -98,12 +101,32 @@ def _scaled(plan: Plan, float32_too: bool = False) -> frozenset[Var]:
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
         traits, arrays = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
-        if traits.sum:
-            large = [v for v in arrays if v.aval.shape == eqn.outvars[0].aval.shape]
-        else:
-            large = arrays if (traits.product or traits.keeps_all_entries) and arrays == [*eqn.invars[:1]] else []
+        large = [v for v in arrays if v.aval.shape == eqn.outvars[0].aval.shape] if eqn.outvars else []
+        if traits.product:
+            by_number = all(size_of(v.aval) == 1 for v in arrays if v not in large)
+            large = large if by_number and (eqn.primitive is lax.mul_p or large == arrays[:1]) else []
+        elif not traits.sum:
+            large = arrays if traits.keeps_all_entries and arrays == [*eqn.invars[:1]] else []
         is_one = (float32_too and traits.matrix_unit) or (len(large) == 1 and _is_any(found, large))
         found.update(var for var, value in plan.values_of(i) if value.is_low or is_one)
+    return frozenset(found)
+
+
+def _crossed(plan: Plan) -> frozenset[Var]:
+    """Float32 sums of several arrays that are repeated along different axes, such as `c[:, None] - c`.
+
+    The gradient of each is a sum along its own axes: none of them is part of the kernel that makes the cotangent.
+    """
+    found: set[Var] = set()
+    for i, eqn in enumerate(plan.eqns):
+        traits, shape = traits_of(eqn.primitive), eqn.outvars[0].aval.shape if eqn.outvars else ()
+        arrays = [v for v in eqn.invars if not isinstance(v, Literal) and size_of(v.aval) > 1]
+        if traits.sum and len(arrays) == 2 and not plan.steps[i].outs[0].is_low:
+            repeated = all(v.aval.shape != shape and float_dtype(v.aval) == np.float32 for v in arrays)
+            is_one = repeated or (_is_any(found, arrays) and any(v.aval.shape != shape for v in arrays))
+        else:
+            is_one = traits.keeps_all_entries and _is_any(found, arrays)
+        found.update(eqn.outvars if is_one else [])
     return frozenset(found)
 
 
@@ -123,31 +146,45 @@ _CHOICES = lax.max_p, lax.min_p, lax.clamp_p, lax.select_n_p
 def _is_chosen(plan: Plan, i: int, readers: Readers, kept: Set[int]) -> bool:
     """Whether all that is made of a result goes through an activation, after cheap work or none.
 
-    One by comparison, or one of the steps `kept`, whose derivative is cheap as well.
+    One by comparison, or one of the steps `kept`, whose derivative is cheap as well. A mask that something else has
+    made is no activation.
     """
-    waiting, seen, chosen = [*plan.eqns[i].outvars], {i}, False
-    while waiting:
-        for reader in readers.get(waiting.pop(), []):
-            if reader.place == len(plan.eqns):
-                return False
-            eqn = plan.eqns[reader.place]
-            if reader.place in kept or _chooses(eqn):
-                chosen = True
-            elif not traits_of(eqn.primitive).compares:
-                if not _is_cheap(eqn):
-                    return False
-                waiting += eqn.outvars if reader.place not in seen else []
-            seen.add(reader.place)
+    places = {reader.place for v in plan.eqns[i].outvars for reader in readers.get(v, [])}
+    waiting, seen, chosen, compared = sorted(places), places, False, set[Var]()
+    while waiting:  # in the order of the program: comparisons come before the choices that they are for
+        place = heapq.heappop(waiting)
+        if place == len(plan.eqns):
+            return False
+        eqn = plan.eqns[place]
+        if traits_of(eqn.primitive).compares:
+            compared.update(eqn.outvars)
+        elif place in kept or _chooses(eqn, compared):
+            chosen = True
+        elif _is_cheap(eqn) or _chooses(eqn):
+            new = {reader.place for v in eqn.outvars for reader in readers.get(v, [])} - seen
+            seen |= new
+            for follower in new:
+                heapq.heappush(waiting, follower)
+        else:
+            return False
     return chosen
 
 
-def _chooses(eqn: Any) -> bool:
-    """Whether it is an activation by comparison, such as a relu: XLA makes it again for each reader."""
+def _chooses(eqn: Any, compared: Set[Var] | None = None) -> bool:
+    """Whether it is an activation by comparison, such as a relu: XLA makes it again for each reader.
+
+    Or chooses by these comparisons, if they are given, or by some that it makes itself.
+    """
     traits = traits_of(eqn.primitive)
     if traits.plain_call or traits.own_jvp:
         inside = [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
+        made = None if compared is None else {v for e in inside if traits_of(e.primitive).compares for v in e.outvars}
+        if made is not None and _is_any(compared or set(), eqn.invars):
+            made = None
         plain = all(_chooses(inner) or _is_cheap(inner) for inner in inside)
-        return plain and any(map(_chooses, inside))
+        return plain and any(_chooses(inner, made) for inner in inside)
+    if eqn.primitive is lax.select_n_p and compared is not None:
+        return _is_any(compared, eqn.invars[:1])
     return eqn.primitive in _CHOICES
 
 
@@ -162,6 +199,7 @@ class SharedCotangent(NamedTuple):
     parts: tuple[Part, ...]
     others: frozenset[Var]  # see `_no_biases`
     scaled: frozenset[Var]  # see `_scaled`
+    crossed: frozenset[Var]  # see `_crossed`
     alone: bool  # whether the cotangent of a sum is left as it is
 
     def with_parts(self, parts: tuple[Part, ...]) -> "SharedCotangent":
@@ -180,7 +218,9 @@ class SharedCotangent(NamedTuple):
             outs = runner.operate(plan, i, operands)
             if traits_of(eqn.primitive).sum and not self.alone:
                 free = plan.setting.keep != "all" and not step.is_pinned
-                outs = _with_one_cotangent(env, eqn, step.reads, outs, low, self.scaled if free else frozenset())
+                nothing = frozenset[Var]()
+                scaled, crossed = (self.scaled, self.crossed) if free else (nothing, nothing)
+                outs = _with_one_cotangent(env, eqn, step.reads, outs, low, scaled, crossed)
             for (var, value), x in zip(plan.values_of(i), outs, strict=True):
                 env.write(var, cast(x, value.dtype), value)
 
@@ -209,10 +249,12 @@ def _with_one_cotangent(
     outs: Sequence[Any],
     low: Format,
     scaled: Set[Var],
+    crossed: Set[Var],
 ) -> Sequence[Any]:
     """The results of a sum. If one operand is repeated and the other is low, both get the same rounded cotangent.
 
-    `scaled`: operands with which the sum may be in float32, because it is computed again from low values.
+    `scaled`: operands with which the sum may be in float32, because it is computed again from low values. `crossed`:
+    those that count as repeated.
     """
     shape = eqn.outvars[0].aval.shape
     for atom, other, format_ in zip(eqn.invars, eqn.invars[::-1], reads, strict=True):
@@ -221,7 +263,7 @@ def _with_one_cotangent(
         mine = env.format_of(atom)
         if mine is None or env.format_of(other) is None:
             continue
-        repeated = mine.dtype == np.float32 and atom.aval.shape != shape
+        repeated = mine.dtype == np.float32 and (atom.aval.shape != shape or atom in crossed)
         if repeated and ((format_ is not None and format_.low) or _is_any(scaled, [other])):
             row_major = _first_kept_axis(atom.aval.shape, shape) is not None
             readers = (env.read(atom), env.read(other))

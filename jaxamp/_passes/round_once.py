@@ -22,7 +22,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._compat import Jaxpr, Literal, Var, current_context, open_jaxpr, under_checkpoint, with_equations, with_operands
+from .._compat import (
+    Jaxpr,
+    Literal,
+    Primitive,
+    Var,
+    current_context,
+    open_jaxpr,
+    under_checkpoint,
+    with_equations,
+    with_operands,
+)
 from .._jaxpr import in_dtype, is_on_mesh
 from .._plan.higher_order import describe
 from .._plan.more_operands import way_into, with_more_operands
@@ -193,10 +203,17 @@ class _Rewriter:
         return _rewritten(inside.jaxpr, shared, self._low, self._barrier)
 
 
-def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict[Var, Var], eqns: list[Any]) -> Any:
+def reading_copies(
+    eqn: Any,
+    copy_of: Callable[[Var], Var | None],
+    instead: dict[Var, Var],
+    eqns: list[Any],
+    widened: Primitive = WITH_COPY,
+) -> Any:
     """A matmul of low copies, which it keeps for its backward pass.
 
-    `instead` says what is read in place of a value. It gets what is made here, and `eqns` the equations that make it.
+    `instead` says what is read in place of a value. It gets what is made here, by `widened`, and `eqns` the equations
+    that make it.
     """
     mixing, ins = eqn.params["mixing"], list(eqn.invars)
     given = list(mixing.given)
@@ -209,7 +226,7 @@ def reading_copies(eqn: Any, copy_of: Callable[[Var], Var | None], instead: dict
             if copy is None:
                 continue
             instead[v] = Var(v.aval)
-            eqns.append(eqn.replace(primitive=WITH_COPY, invars=[v, copy], outvars=[instead[v]], params={}))
+            eqns.append(eqn.replace(primitive=widened, invars=[v, copy], outvars=[instead[v]], params={}))
         ins[i], given[i] = instead[v], False
     if ins == list(eqn.invars):
         return eqn

@@ -180,7 +180,7 @@ def amp(
             `keep_activations`, `pool_by_places`, `pick_labels`, `sum_lookups`, `write_negated_lookups`,
             `round_norm_cotangents`, `round_exponent_cotangents`, `square_centered`, `sum_channels_once`,
             `share_cotangents`, `share_quantized`, `send_low`, `hoist_quantized`, `sum_in_loops`, `carry_low`,
-            `recompute`, `round_in_loops`, `round_once`.
+            `keep_states_low`, `recompute`, `round_in_loops`, `round_once`.
 
     Returns:
         A function like `fn`. Without `fn`, a decorator.

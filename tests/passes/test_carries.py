@@ -7,9 +7,11 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AMP, assert_same_bits, equations, in_float64, normal
+from helpers import AMP, assert_near, assert_same_bits, equations, in_float64, normal
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxamp
 
 WITHOUT = functools.partial(AMP, disable_passes=["carry_low"])
 STEPS, BATCH, WIDTH = 12, 4, 8
@@ -208,3 +210,46 @@ def test_casts_are_not_made_in_the_context_of_the_first_equation():
     assert {eqn.primitive.name for eqn in first} == {"sin"}
     carried = [v.aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
     assert jnp.bfloat16 in carried
+
+
+# -- what a loop is given for each round
+
+
+def activations(w, u, b, xs):
+    """Made in float32 from results of matmuls, and read by matmuls alone."""
+    given = jnp.exp(-jnp.abs(xs @ u))
+    h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(x @ u + h * 0.5), None), zeros(xs)[0], given)
+    return jnp.mean(h**2)
+
+
+def parameters(w, u, b, xs):
+    """Layers of weights, made of parameters: their gradients are not rounded."""
+    layers = jnp.stack([u, jnp.exp(u), u.T]) * jnp.mean(b)
+    return jnp.mean(jax.lax.scan(lambda h, u: (jnp.tanh(h @ u), None), xs[0], layers)[0] ** 2)
+
+
+def read_in_float32_too(w, u, b, xs):
+    given = jnp.exp(-jnp.abs(xs @ u))
+    h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(x @ u + h * 0.5) * x, None), zeros(xs)[0], given)
+    return jnp.mean(h**2)
+
+
+def given_to_loops(fn, amp=AMP):
+    jaxpr = jax.make_jaxpr(amp(fn))(W, U, B, XS)
+    loops = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    return [v.aval.dtype.name for eqn in loops for v in eqn.invars if v.aval.shape == XS.shape]
+
+
+def test_what_is_given_and_only_read_rounded_is_low():
+    assert given_to_loops(activations) == ["bfloat16"]
+    assert given_to_loops(activations, WITHOUT) == ["float32"]
+    assert given_to_loops(activations, functools.partial(jaxamp.amp, compute_dtype=jnp.float16)) == ["float32"]
+    assert_same_bits(*(jax.jit(amp(activations))(W, U, B, XS) for amp in (AMP, WITHOUT)))
+    expected = in_float64(jax.grad(activations, (1, 3)), W, U, B, XS)
+    assert_near(jax.jit(jax.grad(AMP(activations), (1, 3)))(W, U, B, XS), expected, 2e-2)
+
+
+@pytest.mark.parametrize("fn", [parameters, read_in_float32_too])
+def test_what_is_given_in_float32(fn):
+    programs = [str(jax.make_jaxpr(jax.grad(amp(fn), 1))(W, U, B, XS)) for amp in (AMP, WITHOUT)]
+    assert programs[0] == programs[1]

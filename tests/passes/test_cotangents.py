@@ -218,3 +218,61 @@ def test_a_convolution_and_its_bias_share_one_cotangent_in_front_of_a_costly_act
     assert [eqn.params["dtype"].name for eqn in held] == ["bfloat16"] * is_shared
     found = jax.grad(AMP(fn), (0, 1))(FILTERS, B, IMAGE)
     assert_near(found, in_float64(jax.grad(fn, (0, 1)), FILTERS, B, IMAGE), 2e-2)
+
+
+# -- scores, with more than one thing added to them
+
+
+TOKENS, HEADS, QUERIES, KEYS, VALUES = 6, 2, normal(11, 2, 6, 4), normal(12, 2, 6, 4), normal(13, 2, 6, 4)
+DECAYS, SLOPES, PAIRS = normal(14, 2, 6), normal(15, 2), normal(16, 6, 6)
+CAUSAL = np.tril(np.ones((6, 6), bool))
+
+
+def attend(scores, v):
+    return jnp.sum((jax.nn.softmax(scores) @ v) ** 2)
+
+
+def forgetting(w, c, s, q, k, v):
+    """Decays between any two tokens, as a difference of sums."""
+    c = jnp.cumsum(jax.nn.log_sigmoid(c), axis=1)
+    scores = (q @ w) @ k.mT / jnp.sqrt(q.shape[-1]) + (c[:, :, None] - c[:, None, :])
+    return attend(jnp.where(CAUSAL, scores, -jnp.inf), v)
+
+
+def by_rows_and_columns(w, c, s, q, k, v):
+    """A bias for each query and one for each key, of which one is scaled."""
+    return attend(0.5 * ((q @ w) @ k.mT) + (c[:, :, None] + jnp.exp(c)[:, None, :]), v)
+
+
+def with_a_table(w, c, s, q, k, v):
+    """A bias for each pair, repeated over heads, under a mask."""
+    return attend(jnp.where(CAUSAL, (q @ w) @ k.mT + s, -1e9), v)
+
+
+def held(fn, argnums, *args, **options):
+    """How many cotangents of scores are written once, rounded."""
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(fn, **options), argnums))(*args)
+    found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]
+    return sum(eqn.invars[0].aval.shape == (HEADS, TOKENS, TOKENS) for eqn in found)
+
+
+SCORED = normal(10, 4, 4), DECAYS, PAIRS, QUERIES, KEYS, VALUES
+
+
+@pytest.mark.parametrize("fn", [forgetting, by_rows_and_columns, with_a_table])
+def test_scores_and_what_is_added_to_them_read_one_held_cotangent(fn):
+    without = held(fn, (0, 1, 2), *SCORED, disable_passes=["share_cotangents"])
+    assert held(fn, (0, 1, 2), *SCORED) > without
+    found = jax.jit(jax.grad(AMP(fn), (0, 1, 2)))(*SCORED)
+    for a, b in zip(found, in_float64(jax.grad(fn, (0, 1, 2)), *SCORED), strict=True):
+        assert near(a, b, 3e-2) or not np.any(b)
+
+
+def test_what_is_added_and_not_trained_holds_nothing():
+    assert held(forgetting, 0, *SCORED) == held(forgetting, 0, *SCORED, disable_passes=["share_cotangents"])
+
+
+def test_a_mean_that_is_subtracted_is_not_one_of_several():
+    """It is part of a norm's kernel."""
+    jaxpr = jax.make_jaxpr(jax.grad(AMP(lambda w, x: jnp.sum(jax.nn.standardize(x @ w.T) @ w))))(W, X)
+    assert not [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "materialized" and eqn.params["of_value"]]

@@ -87,14 +87,36 @@ def mapped(w, x):
     return jax.vmap(lambda x, y: -jax.nn.log_softmax(x @ w)[y])(x, LABELS).mean()
 
 
+def by_rows(w, x):
+    logp = jax.nn.log_softmax(x @ w)
+    return -logp[jnp.arange(len(x)), LABELS - 3].mean()  # some from the end
+
+
+def by_rows_and_columns(w, x):
+    logits = jnp.stack([x, -x, 2 * x]) @ w
+    rows, columns = jnp.arange(3)[:, None], jnp.arange(6)
+    labels = jnp.stack([LABELS, LABELS[::-1], LABELS])
+    return -jax.nn.log_softmax(logits)[rows, columns, labels].mean()
+
+
+def by_rows_mapped(w, x):
+    def of_one(x, labels):
+        return -jax.nn.log_softmax(x @ w)[jnp.arange(len(x)), labels].mean()
+
+    return jax.vmap(of_one)(jnp.stack([x, -x]), jnp.stack([LABELS, LABELS[::-1]])).mean()
+
+
 def scattered(fn):
     """The scatters into all scores, in a gradient."""
     found = (eqn for eqn in equations(jax.make_jaxpr(jax.grad(fn))(W, TOKENS)) if eqn.primitive.name == "scatter-add")
     return [eqn for eqn in found if eqn.outvars[0].aval.shape[-1] == W.shape[1]]
 
 
+LOSSES = [of_optax, by_hand, of_sequences, mapped, by_rows, by_rows_and_columns, by_rows_mapped]
+
+
 @both
-@pytest.mark.parametrize("loss", [of_optax, by_hand, of_sequences, mapped])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_losses(loss, low):
     amp = jaxamp.amp(loss, compute_dtype=low)
     assert not scattered(amp)
@@ -114,7 +136,40 @@ def some_of_each_row(w, x):
     return jnp.sum(jnp.sin(jnp.take_along_axis(x @ w, jnp.stack([LABELS, LABELS + 1], -1), axis=-1)))
 
 
-@pytest.mark.parametrize("loss", [embedded, some_of_each_row])
+def of_other_rows(w, x):
+    return jnp.sum(jnp.sin(x @ w)[jnp.arange(6)[::-1], LABELS])
+
+
+def of_rows_in_another_order(w, x):
+    """Entry (i, j) of the result is from row j."""
+    labels = jnp.stack([LABELS] * 6)
+    return jnp.sum(jnp.sin(jnp.stack([x @ w] * 6))[jnp.arange(6), jnp.arange(6)[:, None], labels])
+
+
+def of_columns(w, x):
+    return jnp.sum(jnp.sin(x @ w)[LABELS % 6, jnp.arange(6)])
+
+
+def of_negative_rows(w, x):
+    return jnp.sum(jnp.sin(x @ w)[jnp.arange(6) - 6, LABELS])
+
+
+def of_rows_modulo(w, x):
+    return jnp.sum(jnp.sin(x @ w)[jnp.arange(6) % 3, LABELS])
+
+
+OTHERS = [
+    embedded,
+    some_of_each_row,
+    of_other_rows,
+    of_rows_in_another_order,
+    of_columns,
+    of_negative_rows,
+    of_rows_modulo,
+]
+
+
+@pytest.mark.parametrize("loss", OTHERS)
 def test_other_gathers_are_left_alone(loss):
     programs = [
         str(jax.make_jaxpr(jax.grad(AMP(loss, disable_passes=off)))(W, TOKENS)) for off in ([], ["pick_labels"])
