@@ -432,6 +432,16 @@ def main():
         sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", written))
         return 4 * sum(size for size in sizes if size >= least) / 2**20
 
+    def float32_arrays(loss, shape, name, *args):
+        """How many arrays of a shape kernels write in float32 for a gradient, with and without a pass."""
+        found = {}
+        for key, disabled in (("with", []), ("without", [name])):
+            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
+            text = compiled(jax.grad(amp), *args, donate=()).as_text()
+            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
+            found[key] = sum(kernel.count(f"f32[{shape}]") for kernel in kernels)
+        return found
+
     def moved():
         """MiB that kernels write in float32 for the gradient of messages along edges with features and distances."""
 
@@ -581,13 +591,7 @@ def main():
         sizes = {"in": (64, 256), "scale": (256,), "offset": (256,), "mix": (196, 128), "back": (128, 196)}
         w = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in sizes.items()}
         x = jax.ShapeDtypeStruct((32, 196, 64), jnp.float32)
-        found = {}
-        for name, disabled in (("with", []), ("without", ["round_norm_cotangents"])):
-            amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
-            text = compiled(jax.grad(amp), w, x, donate=()).as_text()
-            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
-            found[name] = sum(kernel.count("f32[32,196,256]") for kernel in kernels)
-        return found
+        return float32_arrays(loss, "32,196,256", "round_norm_cotangents", w, x)
 
     def decays():
         """How often the decays of linear attention, or their cotangents, are written in float32, in its gradient."""
@@ -603,13 +607,40 @@ def main():
             scores = scores / jnp.maximum(jnp.abs(scores.sum(-1, keepdims=True)), jnp.exp(-largest))
             return jnp.mean(jnp.einsum("bhts,bshd->bthd", scores, heads(v)) ** 2)
 
-        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 256, 256), (16, 256, 256))]
-        found = {}
-        for name, disabled in (("with", []), ("without", ["round_exponent_cotangents"])):
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 256, 256), (16, 256, 256))]
+        return float32_arrays(loss, "16,8,256,256", "round_exponent_cotangents", *args)
+
+    def forgetting():
+        """How often scores, or their cotangents, are written in float32, where decays are added to them."""
+
+        def loss(w, x):
+            q, k, v = (jnp.moveaxis((x @ w[i]).reshape(4, 256, 4, 64), 1, 2) for i in range(3))
+            c = jnp.cumsum(jax.nn.log_sigmoid((x @ w[3])[..., :4] + 4.0), 1).swapaxes(1, 2)
+            scores = q @ k.mT / jnp.sqrt(64) + (c[..., :, None] - c[..., None, :])
+            scores = jnp.where(jnp.tril(jnp.ones((256, 256), bool)), scores, -jnp.inf)
+            return jnp.mean((jax.nn.softmax(scores) @ v) ** 2)
+
+        args = [jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)] * 2
+        return float32_arrays(loss, "4,4,256,256", "share_cotangents", *args)
+
+    def states():
+        """The dtypes of the states of all rounds that a loop hands on, as in a linear attention by chunks."""
+
+        def loss(w, k, v, decays):
+            def step(state, x):
+                k, v, decay = x
+                return state * jnp.exp(-jnp.exp(decay))[..., None] + k.mT @ v, state
+
+            states = jax.lax.scan(step, jnp.zeros((16, 128, 128)), (k @ w, v, decays))[1]
+            return jnp.mean((jnp.sin(k) @ states) ** 2)
+
+        shapes = (128, 128), (64, 16, 32, 128), (64, 16, 32, 128), (64, 16, 128)
+        specs, found = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], {}
+        for name, disabled in (("with", []), ("without", ["keep_states_low"])):
             amp = jaxamp.amp(loss, compute_dtype=jnp.bfloat16, disable_passes=disabled)
-            text = compiled(jax.grad(amp), *shapes, donate=()).as_text()
-            kernels = re.findall(r"%\S+ = (.*?) (?:fusion|custom-call)\(", text.split("ENTRY")[1])
-            found[name] = sum(kernel.count("f32[16,8,256,256]") for kernel in kernels)
+            text = compiled(jax.grad(amp, (0, 1, 2, 3)), *specs, donate=()).as_text()
+            forward = next(line for line in text.splitlines() if " while(" in line)
+            found[name] = re.findall(r"(\w+)\[64,16,128,128\]", forward)
         return found
 
     def handed_on():
@@ -756,6 +787,8 @@ def main():
         "spectral": spectral,
         "mixed": mixed,
         "decays": decays,
+        "forgetting": forgetting,
+        "states": states,
         "handed on": handed_on,
         "experts": experts,
         "recurrent": recurrent,

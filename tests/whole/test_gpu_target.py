@@ -49,6 +49,8 @@ QUESTIONS = {
     "chunks, as matmuls": ["chunks", ["multiply_outer_products"]],
     "u-net": ["u-net", []],
     "u-net, rounded late": ["u-net", ["round_early"]],
+    "forgetting": ["forgetting"],
+    "states": ["states"],
     "batch norm": ["batch norm"],
     "solve": ["solve"],
     "softmax": ["softmax", False],
@@ -186,6 +188,16 @@ def test_norms_in_front_of_matmuls_of_tokens_are_not_written_in_float32(answers)
 def test_the_decays_of_linear_attention_have_no_cotangents_in_float32(answers):
     """Sums of rows and of columns read them: XLA would write one for all."""
     assert answers["decays"]["with"] == 0 < answers["decays"]["without"]
+
+
+def test_scores_with_decays_have_no_cotangents_in_float32(answers):
+    """Sums of rows and of columns read them, and two matmuls."""
+    assert answers["forgetting"]["with"] == 0 < answers["forgetting"]["without"]
+
+
+def test_states_of_a_loop_are_kept_once_and_rounded(answers):
+    """What is kept is what the loop returns: XLA sees that."""
+    assert answers["states"] == {"with": ["bf16"], "without": ["bf16", "f32"]}
 
 
 def test_a_low_value_that_two_sections_widen_is_not_written_in_float32(answers):
