@@ -21,6 +21,7 @@ from .joins import merge_joins
 from .labels import pick_labels
 from .layouts import order_results
 from .lookups import sum_lookups
+from .mapped_sums import merge_sums
 from .masks import spread_masks
 from .negated_lookups import write_negated_lookups
 from .norms import round_norm_cotangents
@@ -39,7 +40,7 @@ from .streams import hold_streams_low
 from .sum_in_loops import sum_in_loops
 from .transposes import fold_transposes
 
-JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (merge_repeats, merge_joins, spread_masks)
+JAXPR_PASSES: tuple[Callable[[Jaxpr], Jaxpr], ...] = (merge_repeats, merge_joins, merge_sums, spread_masks)
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     fold_transposes,

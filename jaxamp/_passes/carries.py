@@ -8,8 +8,8 @@ of each round is neither written nor kept for the backward pass. A state that a 
 float32: a rounding in each round would add up. So does one that a round may hand on as it is: its cotangent is a sum
 over rounds.
 
-What a loop is given for each round, and rounds only read rounded, is rounded in front of the loop, if it is made of low
-values. Parameters are not: their gradients would be rounded.
+What a loop is given for each round, and rounds only read rounded, is rounded in front of the loop, if low values are
+among what it is made of. Parameters are given as they are: their gradients would be rounded.
 """
 
 import itertools
@@ -98,8 +98,8 @@ class _Loops:
         low[:carries] = map(operator.and_, low[:carries], read)
         written = self.run(jaxpr, tuple(low))
         handed_on = [i for i, flag in enumerate(low) if flag]
-        rounds = range(constants + carries, len(eqn.invars))
-        given = [i for i in rounds if written.ins[i] and self._is_wide(eqn.invars[i]) and is_made(eqn.invars[i])]
+        of_rounds = range(constants + carries, len(eqn.invars))
+        given = [i for i in of_rounds if written.ins[i] and self._is_wide(eqn.invars[i]) and is_made(eqn.invars[i])]
         same = (False,) * constants  # their cotangents are summed over all rounds
         flags = [*same, *low[:carries], *written.ins[constants + carries :]]
         if written.jaxpr is not jaxpr:
@@ -131,7 +131,7 @@ class _Loops:
 
 
 class _MadeLow:
-    """Whether variables of some equations are made of low values, among others."""
+    """Whether low values are among what variables of some equations are made of."""
 
     def __init__(self, eqns: Sequence[Any], low: Any):
         self._makers, self._low = {v: eqn for eqn in eqns for v in eqn.outvars}, low

@@ -53,8 +53,9 @@ def share_cotangents(plan: Plan) -> Plan:
     def shared(i: int) -> Part:
         if i not in found:
             return i
-        is_bias = not _is_any(not_convolved, plan.eqns[i].invars) or _is_any(crossed, plan.eqns[i].invars)
-        alone = not is_bias or _is_chosen(plan, i, readers, kept)
+        atoms = plan.eqns[i].invars
+        alone = _is_any(not_convolved, atoms) and not _is_any(crossed, atoms)
+        alone = alone or _is_chosen(plan, i, readers, kept)
         if not alone and _is_any(convolved, plan.eqns[i].invars):
             alone = not is_activated(plan, i, readers)
         return SharedCotangent((i,), others, scaled, crossed, alone)
@@ -94,36 +95,43 @@ def _no_biases(plan: Plan, multiplied: Set[Var]) -> frozenset[Var]:
 
 
 def _scaled(plan: Plan, float32_too: bool = False) -> frozenset[Var]:
-    """Low results that were scaled by a number, moved, or had a bias added, perhaps in float32: scores of attention.
+    """Low results that were scaled by one number, moved, or had a bias added, perhaps in float32: scores of attention.
 
     Or, `float32_too`, results of matmuls of any dtype.
     """
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
-        traits, arrays = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
-        large = [v for v in arrays if v.aval.shape == eqn.outvars[0].aval.shape] if eqn.outvars else []
-        if traits.product:
-            by_number = all(size_of(v.aval) == 1 for v in arrays if v not in large)
-            large = large if by_number and (eqn.primitive is lax.mul_p or large == arrays[:1]) else []
-        elif not traits.sum:
-            large = arrays if traits.keeps_all_entries and arrays == [*eqn.invars[:1]] else []
-        is_one = (float32_too and traits.matrix_unit) or (len(large) == 1 and _is_any(found, large))
+        follows = _is_any(found, _followed(eqn))
+        is_one = (float32_too and traits_of(eqn.primitive).matrix_unit) or follows
         found.update(var for var, value in plan.values_of(i) if value.is_low or is_one)
     return frozenset(found)
 
 
+def _followed(eqn: Any) -> Sequence[Any]:
+    """The one operand that an equation moves, scales by a number, or adds few numbers to; nothing if it does not."""
+    traits, arrays = traits_of(eqn.primitive), [v for v in eqn.invars if not isinstance(v, Literal)]
+    if traits.keeps_all_entries:
+        return arrays if arrays == [*eqn.invars[:1]] else []
+    if not (traits.sum or traits.product):
+        return []
+    large = [v for v in arrays if v.aval.shape == eqn.outvars[0].aval.shape]
+    if len(large) != 1 or (traits.product and any(size_of(v.aval) > 1 for v in arrays if v not in large)):
+        return []
+    return [] if eqn.primitive is lax.div_p and eqn.invars[0] is not large[0] else large
+
+
 def _crossed(plan: Plan) -> frozenset[Var]:
-    """Float32 sums of several arrays that are repeated along different axes, such as `c[:, None] - c`.
+    """Float32 sums of several arrays, each of which is repeated along some axis, such as `c[:, None] - c`.
 
     The gradient of each is a sum along its own axes: none of them is part of the kernel that makes the cotangent.
     """
     found: set[Var] = set()
     for i, eqn in enumerate(plan.eqns):
-        traits, shape = traits_of(eqn.primitive), eqn.outvars[0].aval.shape if eqn.outvars else ()
+        traits = traits_of(eqn.primitive)
         arrays = [v for v in eqn.invars if not isinstance(v, Literal) and size_of(v.aval) > 1]
         if traits.sum and len(arrays) == 2 and not plan.steps[i].outs[0].is_low:
-            repeated = all(v.aval.shape != shape and float_dtype(v.aval) == np.float32 for v in arrays)
-            is_one = repeated or (_is_any(found, arrays) and any(v.aval.shape != shape for v in arrays))
+            is_repeated = list(map(_is_repeated(eqn), arrays))
+            is_one = all(is_repeated) or (any(is_repeated) and _is_any(found, arrays))
         else:
             is_one = traits.keeps_all_entries and _is_any(found, arrays)
         found.update(eqn.outvars if is_one else [])
@@ -146,8 +154,8 @@ _CHOICES = lax.max_p, lax.min_p, lax.clamp_p, lax.select_n_p
 def _is_chosen(plan: Plan, i: int, readers: Readers, kept: Set[int]) -> bool:
     """Whether all that is made of a result goes through an activation, after cheap work or none.
 
-    One by comparison, or one of the steps `kept`, whose derivative is cheap as well. A mask that something else has
-    made is no activation.
+    One by comparison, or one of the steps `kept`, whose derivative is cheap as well. A choice by a mask that something
+    else has made is no activation.
     """
     places = {reader.place for v in plan.eqns[i].outvars for reader in readers.get(v, [])}
     waiting, seen, chosen, compared = sorted(places), places, False, set[Var]()
@@ -158,9 +166,9 @@ def _is_chosen(plan: Plan, i: int, readers: Readers, kept: Set[int]) -> bool:
         eqn = plan.eqns[place]
         if traits_of(eqn.primitive).compares:
             compared.update(eqn.outvars)
-        elif place in kept or _chooses(eqn, compared):
+        elif place in kept or _chooses_by_value(eqn, compared):
             chosen = True
-        elif _is_cheap(eqn) or _chooses(eqn):
+        elif _is_cheap(eqn) or _is_choice(eqn):
             new = {reader.place for v in eqn.outvars for reader in readers.get(v, [])} - seen
             seen |= new
             for follower in new:
@@ -170,22 +178,32 @@ def _is_chosen(plan: Plan, i: int, readers: Readers, kept: Set[int]) -> bool:
     return chosen
 
 
-def _chooses(eqn: Any, compared: Set[Var] | None = None) -> bool:
+def _is_choice(eqn: Any) -> bool:
+    """Whether it chooses between numbers, after cheap work or none, in a function or not."""
+    if inside := _inside(eqn):
+        return all(_is_choice(inner) or _is_cheap(inner) for inner in inside) and any(map(_is_choice, inside))
+    return eqn.primitive in _CHOICES
+
+
+def _chooses_by_value(eqn: Any, compared: Set[Var]) -> bool:
     """Whether it is an activation by comparison, such as a relu: XLA makes it again for each reader.
 
-    Or chooses by these comparisons, if they are given, or by some that it makes itself.
+    `compared`: bools that say how the value compares with others. A function may also make some itself.
     """
-    traits = traits_of(eqn.primitive)
-    if traits.plain_call or traits.own_jvp:
-        inside = [inner for body in functions_in(eqn) for inner in open_jaxpr(body).eqns]
-        made = None if compared is None else {v for e in inside if traits_of(e.primitive).compares for v in e.outvars}
-        if made is not None and _is_any(compared or set(), eqn.invars):
-            made = None
-        plain = all(_chooses(inner) or _is_cheap(inner) for inner in inside)
-        return plain and any(_chooses(inner, made) for inner in inside)
-    if eqn.primitive is lax.select_n_p and compared is not None:
+    if inside := _inside(eqn):
+        own = {v for inner in inside if traits_of(inner.primitive).compares for v in inner.outvars}
+        is_given = _is_any(compared, eqn.invars)
+        return _is_choice(eqn) and any(_is_choice(e) and (is_given or _chooses_by_value(e, own)) for e in inside)
+    if eqn.primitive is lax.select_n_p:
         return _is_any(compared, eqn.invars[:1])
     return eqn.primitive in _CHOICES
+
+
+def _inside(eqn: Any) -> list[Any]:
+    """The equations of a function that is called, perhaps with a derivative of its own."""
+    traits = traits_of(eqn.primitive)
+    bodies = functions_in(eqn) if traits.plain_call or traits.own_jvp else []
+    return [inner for body in bodies for inner in open_jaxpr(body).eqns]
 
 
 def _is_cheap(eqn: Any) -> bool:
@@ -263,7 +281,8 @@ def _with_one_cotangent(
         mine = env.format_of(atom)
         if mine is None or env.format_of(other) is None:
             continue
-        repeated = mine.dtype == np.float32 and (atom.aval.shape != shape or atom in crossed)
+        is_crossed = atom in crossed and other.aval.shape == shape
+        repeated = mine.dtype == np.float32 and (atom.aval.shape != shape or is_crossed)
         if repeated and ((format_ is not None and format_.low) or _is_any(scaled, [other])):
             row_major = _first_kept_axis(atom.aval.shape, shape) is not None
             readers = (env.read(atom), env.read(other))

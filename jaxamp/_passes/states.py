@@ -4,12 +4,14 @@
 
 A state that each round adds to is float32, or a rounding in each round would add up. The backward pass needs the state
 of each round too: for the derivative by the decay, and for that of the matmul that reads it, rounded. JAX would stack
-the float32 states for it. Here it gets them rounded: from round to round the state goes as before, so that no error
-adds up, and what it is made of is as exact as a matmul's operand is anyway.
+the float32 states for it. Here it gets them rounded. From round to round the state goes as before, so that no error
+adds up. Derivatives in forward mode read the rounded state as well.
 
-That is how a linear attention, a state space or an mLSTM hands its state from chunk to chunk. A state that is read by
-something else that bends, such as the cell of an LSTM, is left alone: its float32 value would be kept beside the copy.
-Float16 is left alone as well: a state may be beyond its range.
+That is how a linear attention, a state space or an mLSTM hands its state from chunk to chunk. Left alone is a state
+that is read by something that bends, such as the cell of an LSTM: its float32 value would be kept beside the copy. So
+is one that is scaled, and to which anything exact is added, such as an average of data: the derivative by its factor
+may be the small difference of the state and of what is added. Where that is made of low values, it has the error of a
+rounding anyway. And so is float16: a state may be beyond its range.
 """
 
 import collections
@@ -71,9 +73,9 @@ class _Loops:
         jaxpr, (constants, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
         body = open_jaxpr(jaxpr)
         states = {v for v in body.invars[constants : constants + carries] if self._may_round(v)}
-        rounded = self._rounded_alone(body) if states else {}
         if not states:
             return eqn
+        rounded = self._rounded_alone(body)
         both = [(old, self._round(old, states, rounded)) for old in body.eqns]
         given = {v for old, new in both if new is not old for v in new.outvars}
         if not given:
@@ -83,9 +85,10 @@ class _Loops:
 
     def _rounded_alone(self, body: Any) -> dict[Var, Var]:
         """The variables of an open jaxpr that nothing reads but a cast, and what that gives."""
-        reads = collections.Counter(v for eqn in [*body.eqns, body] for v in _read_by(eqn))
+        read = [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]
+        times = collections.Counter(v for v in read if not isinstance(v, Literal))
         casts = (eqn for eqn in body.eqns if self._is_cast(eqn) and not isinstance(eqn.invars[0], Literal))
-        return {eqn.invars[0]: eqn.outvars[0] for eqn in casts if reads[eqn.invars[0]] == 1}
+        return {eqn.invars[0]: eqn.outvars[0] for eqn in casts if times[eqn.invars[0]] == 1}
 
     def _may_round(self, v: Var) -> bool:
         return float_dtype(v.aval) == "float32" and size_of(v.aval) > 1 and self._formats.may_lower(v)
@@ -102,7 +105,7 @@ class _Loops:
         assert entry is not None
         jaxpr = entry.bodies[0].jaxpr
         body = open_jaxpr(jaxpr)
-        eqns, copies = self._keeping(body, [body.invars[i] for i in places])
+        eqns, copies = self._keeping(eqn, body, [body.invars[i] for i in places])
         if not copies:
             return eqn
         low = [i for i, v in enumerate(body.outvars) if not isinstance(v, Literal) and v in copies]
@@ -113,17 +116,18 @@ class _Loops:
         new = with_equations(jaxpr, eqns, inside)
         return eqn.replace(outvars=outside, params=with_replaced_bodies(eqn, entry, [new]))
 
-    def _keeping(self, body: Any, states: Sequence[Var]) -> tuple[list[Any], dict[Var, Var]]:
+    def _keeping(self, like: Any, body: Any, states: Sequence[Var]) -> tuple[list[Any], dict[Var, Var]]:
         """A round that keeps copies of those of its operands for which copies are enough, and these copies."""
         eqns = list(itertools.chain.from_iterable(map(_inlined, body.eqns)))
         found = {state: reads for state in states if (reads := self._reads(eqns, state)) is not None}
         times = collections.Counter(i for reads in found.values() for i in reads.scaled)  # twice: one state by another
         found = {state: reads for state, reads in found.items() if all(times[i] == 1 for i in reads.scaled)}
-        return self._reading_copies(eqns, found)
+        return self._reading_copies(like, eqns, found)
 
     def _reads(self, eqns: Sequence[Any], state: Var) -> _Reads | None:
         """What reads a state; None if a copy is not enough, because something needs its float32 value to be derived."""
         same, linear = {state}, set[Var]()  # what holds its entries; what is made of these by sums and products
+        is_rounded, is_added_to = _IsRounded(eqns, self._low), False  # by something exact
         scaled, rounded, moved = dict[int, int](), set[int](), set[int]()
         for i, eqn in enumerate(eqns):
             places = [k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and (v in same or v in linear)]
@@ -136,13 +140,17 @@ class _Loops:
             elif is_same and self._rounds(eqn, places):
                 rounded.add(i)
             elif _is_linear(eqn, places):
+                others = (v for k, v in enumerate(eqn.invars) if k not in places)
+                is_added_to = is_added_to or not all(map(is_rounded, others))
                 linear.update(eqn.outvars)
             elif is_same and _scales(eqn, places):
                 scaled[i] = places[0]
                 linear.update(eqn.outvars)
             else:
                 return None
-        return _Reads(scaled, frozenset(rounded), frozenset(moved)) if scaled or rounded else None
+        if not (scaled or rounded) or (scaled and is_added_to):
+            return None
+        return _Reads(scaled, frozenset(rounded), frozenset(moved))
 
     def _rounds(self, eqn: Any, places: Sequence[int]) -> bool:
         if self._is_cast(eqn):
@@ -156,13 +164,15 @@ class _Loops:
     def _is_cast(self, eqn: Any) -> bool:
         return eqn.primitive is lax.convert_element_type_p and eqn.params["new_dtype"] == self._low
 
-    def _reading_copies(self, eqns: Sequence[Any], found: dict[Var, _Reads]) -> tuple[list[Any], dict[Var, Var]]:
+    def _reading_copies(
+        self, like: Any, eqns: Sequence[Any], found: dict[Var, _Reads]
+    ) -> tuple[list[Any], dict[Var, Var]]:
         """Equations that read rounded copies of states where that is enough, and these copies."""
         copies, made = dict[Var, Var](), list[Any]()
         for state in found:
             rounded, copies[state] = (in_dtype(state, self._low) for _ in range(2))
-            made.append(cast_equation(eqns[0], state, rounded))
-            made.append(equation_at(eqns[0], KEPT, [rounded], copies[state]))
+            made.append(cast_equation(like, state, rounded))
+            made.append(equation_at(like, KEPT, [rounded], copies[state]))
         scaled = {i: k for reads in found.values() for i, k in reads.scaled.items()}
         rounds = frozenset[int]().union(*(reads.rounded for reads in found.values()))
         moved = frozenset[int]().union(*(reads.moved for reads in found.values()))
@@ -186,16 +196,30 @@ class _Loops:
         return made, copies
 
 
-def _read_by(eqn: Any) -> list[Var]:
-    """What an equation reads, or what a jaxpr returns."""
-    return [v for v in (eqn.invars if hasattr(eqn, "primitive") else eqn.outvars) if not isinstance(v, Literal)]
-
-
 def _moves(eqn: Any) -> bool:
     """Whether it moves or repeats the entries of one array."""
     traits = traits_of(eqn.primitive)
     is_move = traits.keeps_all_entries or eqn.primitive is lax.broadcast_in_dim_p
     return is_move and len(eqn.invars) == len(eqn.outvars) == 1
+
+
+class _IsRounded:
+    """Whether values have the error of a rounding: low ones, and what products, sums and moves make of them."""
+
+    def __init__(self, eqns: Sequence[Any], low: Any):
+        self._makers, self._low = {v: eqn for eqn in eqns for v in eqn.outvars}, low
+
+    def __call__(self, atom: Any) -> bool:
+        if isinstance(atom, Literal) or float_dtype(atom.aval) is None or atom.aval.dtype == self._low:
+            return True
+        eqn = self._makers.get(atom)
+        if eqn is None:
+            return False
+        traits = traits_of(eqn.primitive)
+        if traits.product:
+            return any(self(v) for v in eqn.invars if not isinstance(v, Literal))
+        moves = traits.sum or traits.moves or traits.passes_on or eqn.primitive in (lax.neg_p, lax.select_n_p)
+        return is_mixed(eqn.primitive) or (moves and all(map(self, eqn.invars)))
 
 
 def _is_linear(eqn: Any, places: Sequence[int]) -> bool:
@@ -204,8 +228,9 @@ def _is_linear(eqn: Any, places: Sequence[int]) -> bool:
     if eqn.primitive is lax.select_n_p:
         return 0 not in places
     if traits.product:
-        is_number = isinstance(eqn.invars[-1 - places[0]], Literal)
-        return len(places) == 1 and is_number and (places == [0] or eqn.primitive is lax.mul_p)
+        (place, *more) = places
+        is_number = not more and isinstance(eqn.invars[1 - place], Literal)
+        return is_number and (place == 0 or eqn.primitive is lax.mul_p)
     return traits.sum or _moves(eqn) or eqn.primitive in (lax.neg_p, lax.reduce_sum_p)
 
 
@@ -216,13 +241,13 @@ def _scales(eqn: Any, places: Sequence[int]) -> bool:
 
 
 def _inlined(eqn: Any) -> list[Any]:
-    """The equations of a jitted function, with variables of their own; of another equation, itself."""
-    entry = describe(eqn) if traits_of(eqn.primitive).plain_call else None
-    if entry is None or len(entry.bodies) != 1 or eqn.primitive.name != "jit":
+    """The equations of a jitted function, with variables of their own; of another equation, itself.
+
+    One that says more than its body, such as how arrays are split over devices, stays as it is.
+    """
+    if eqn.primitive.name != "jit" or not _is_plain_call(eqn):
         return [eqn]
-    body = open_jaxpr(entry.bodies[0].jaxpr)
-    if body.constvars or len({*body.outvars} - {*body.invars}) < len(body.outvars):
-        return [eqn]
+    body = open_jaxpr(eqn.params["jaxpr"])
     names = dict(zip(body.invars, eqn.invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
     scope, found = eqn.source_info.name_stack, list[Any]()
     for inner in body.eqns:
@@ -236,3 +261,14 @@ def _inlined(eqn: Any) -> list[Any]:
             )
         )
     return found
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    """Whether a jitted function is its body: each result is made in it, and nothing is said of devices or compilers."""
+    body, params = open_jaxpr(eqn.params["jaxpr"]), eqn.params
+    said = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    if any(type(each).__name__ != "UnspecifiedValue" for each in said) or params.get("compiler_options_kvs"):
+        return False
+    made = {v for inner in body.eqns for v in inner.outvars}
+    outs = [v for v in body.outvars if not isinstance(v, Literal)]
+    return not body.constvars and len(body.outvars) == len({*outs} & made)

@@ -2,8 +2,8 @@
 
     scaled(decay, state, copy) = decay * state
 
-The law: value and derivatives are those of the product, but for the derivative by `decay`, which is that of `decay *
-copy`. The copy is the state, rounded.
+The law: the value is that of the product, and so is the derivative by `state`. The derivative by `decay`, forward or
+backward, is that of `decay * copy`, where the copy is the state, rounded.
 """
 
 import functools
@@ -24,6 +24,10 @@ def _product(factor: Any, state: Any, copy: Any) -> Any:
     return lax.mul(factor, state)
 
 
+def _aval(factor: Any, state: Any, copy: Any) -> Any:
+    return lax.mul_p.abstract_eval(factor, state)[0]
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     (factor, state, copy), (t_factor, t_state, _) = primals, tangents
     out, parts = SCALED_STATE.bind(*primals), list[Any]()
@@ -36,6 +40,17 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return out, functools.reduce(lax.add, parts)
 
 
+def _transpose(ct: Any, factor: Any, state: Any, copy: Any) -> list[Any]:
+    """As a function of one factor. The value does not depend on the copy."""
+    of_copy = ad.Zero(copy.aval) if ad.is_undefined_primal(copy) else None
+    if type(ct) is ad.Zero:
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (factor, state, copy)]
+    if ad.is_undefined_primal(state):
+        return [None, lax.mul(factor, ct), of_copy]
+    (out,) = jax.linear_transpose(lambda factor: lax.mul(factor, state), factor.aval)(ct)
+    return [out, None, of_copy]
+
+
 def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any]:
     if all(dim is None for dim in dims):
         return SCALED_STATE.bind(*operands), None
@@ -44,8 +59,9 @@ def _batch(axis_data: Any, operands: Any, dims: Any) -> tuple[Any, Any]:
 
 
 SCALED_STATE.def_impl(functools.partial(xla.apply_primitive, SCALED_STATE))
-SCALED_STATE.def_abstract_eval(lambda factor, state, copy: state.update(weak_type=False))
+SCALED_STATE.def_abstract_eval(_aval)
 mlir.register_lowering(SCALED_STATE, mlir.lower_fun(_product, multiple_results=False))
 ad.primitive_jvps[SCALED_STATE] = _jvp
+ad.primitive_transposes[SCALED_STATE] = _transpose
 batching.fancy_primitive_batchers[SCALED_STATE] = _batch
 declare(SCALED_STATE, Traits(elementwise=True, broadcasts=True, product=True, shown_as="mul", jet=jet_of(_product)))

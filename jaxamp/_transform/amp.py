@@ -175,7 +175,7 @@ def amp(
             `"matmuls"`: the results of matmuls alone, for less memory and more time. `"all"`: what JAX keeps. A
             `jax.checkpoint` in the function decides for itself.
         disable_passes: Names of optimisations to leave out, to find out what one does or costs: `merge_repeats`,
-            `merge_joins`, `spread_masks`, `fold_transposes`, `order_results`, `align_matmuls`,
+            `merge_joins`, `merge_sums`, `spread_masks`, `fold_transposes`, `order_results`, `align_matmuls`,
             `multiply_outer_products`, `low_softmaxes`, `hold_streams_low`, `derive_recurrences`, `round_early`,
             `keep_activations`, `pool_by_places`, `pick_labels`, `sum_lookups`, `write_negated_lookups`,
             `round_norm_cotangents`, `round_exponent_cotangents`, `square_centered`, `sum_channels_once`,

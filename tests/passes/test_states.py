@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import AMP, assert_near, assert_same_bits, equations, error, in_float64, normal
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 WITHOUT = functools.partial(AMP, disable_passes=["keep_states_low"])
 STEPS, BATCH, K, V = 12, 3, 8, 16
@@ -61,8 +63,8 @@ def corrected(w, state, x):
 def turned(w, state, x):
     """The state is read transposed, and scaled along another axis than it has first."""
     k, v, q, gate = x
-    out = jnp.matmul(state.mT, (q @ w)[..., None])[..., 0]
-    return (state.mT * jax.nn.sigmoid(gate)[:, None]).mT + k[..., None] * v[:, None], out
+    out = jnp.matmul(state.mT, q[..., None])[..., 0]
+    return (state.mT * jax.nn.sigmoid(gate)[:, None]).mT + (k @ w)[..., None] * v[:, None], out
 
 
 def two_states(w, *xs):
@@ -149,6 +151,19 @@ def test_a_state_that_is_returned_and_kept_is_one_array():
     assert not [eqn for eqn in body.eqns if eqn.primitive.name == "convert_element_type"]
 
 
+def test_the_stream_of_a_network_is_kept_once_and_low():
+    """Matmuls alone read it, and sums, which need nothing: gradients stay the same to the last bit."""
+    layers = {"up": normal(8, 5, K, 4 * K, scale=0.3), "down": normal(9, 5, 4 * K, K, scale=0.1)}
+    layer = lambda x, p: (x + jax.nn.relu(x @ p["up"]) @ p["down"], None)
+    loss = lambda p, x: jnp.mean(lax.scan(layer, x, p)[0] ** 2)
+    stacked = [
+        sorted(x.dtype.name for x in jax.tree.leaves(jax.vjp(amp(loss), layers, QS)[1]) if x.shape == (5, *QS.shape))
+        for amp in (AMP, WITHOUT)
+    ]
+    assert stacked == [["bfloat16"], ["float32"]]
+    assert_same_bits(*(jax.jit(jax.grad(amp(loss)))(layers, QS) for amp in (AMP, WITHOUT)))
+
+
 def bent(w, state, x):
     """A cell: a tanh reads the new state, which is computed again from the old one."""
     k, v, q, gate = x
@@ -174,13 +189,23 @@ def only_added_to(w, state, x):
 
 
 def one_by_the_other(w, *xs):
+    """Each is what the derivative by the other needs, in float32."""
+
     def step(carry, x):
         a, b = carry
-        _, out = gated(w, a, x)
-        return (a * b, b + 0.01), out
+        k, v, q, gate = x
+        new = jnp.einsum("bk,bv->bkv", k @ w, v)
+        return (0.2 * (a * b) + new, b * jax.nn.sigmoid(gate)[..., None] + new), jnp.einsum("bk,bkv->bv", q, a)
 
     start = (jnp.ones((xs[0].shape[1], K, V), w.dtype),) * 2
     return jnp.mean(lax.scan(step, start, xs)[1] ** 2)
+
+
+def average_of_data(w, state, x):
+    """The derivative by the gate is the difference of the state and the data, which is small beside both."""
+    _, v, q, gate = x
+    z = jax.nn.sigmoid((gate @ w)[..., None])
+    return (1 - z) * state + z * (16 + 0.1 * v[:, None]), jnp.einsum("bk,bkv->bv", q, state)
 
 
 def of_a_user(w, *xs):
@@ -194,6 +219,7 @@ OTHERS = {
     "by_its_sum": scanned(by_its_sum),
     "only_added_to": scanned(only_added_to),
     "one_by_the_other": one_by_the_other,
+    "average_of_data": scanned(average_of_data),
     "of_a_user": of_a_user,
 }
 
@@ -203,6 +229,39 @@ def test_what_is_left_alone(fn):
     programs = [str(jax.make_jaxpr(amp(fn))(*ARGS)) for amp in (AMP, WITHOUT)]
     assert programs[0] == programs[1]
     assert_near(jax.jit(jax.grad(AMP(fn), ALL))(*ARGS), in_float64(jax.grad(fn, ALL), *ARGS), 3e-2)
+
+
+def test_a_function_in_a_round_may_return_a_number_or_say_how_it_is_split():
+    one = jax.jit(lambda gate: (gate, 1.0, gate))
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("d",))
+    placed = NamedSharding(mesh, PartitionSpec())
+    scaled = jax.jit(lambda state, gate: state * gate, in_shardings=(placed, placed), out_shardings=placed)
+
+    def with_number(w, state, x):
+        gate, number, _ = one(x[3])
+        return gated(w, state * number, (*x[:3], gate))
+
+    def placing(w, state, x):
+        k, v, q, gate = x
+        new = scaled(state, jax.nn.sigmoid(gate)[..., None]) + (k @ w)[..., None] * v[:, None]
+        return new, jnp.einsum("bk,bkv->bv", q, state)
+
+    for step in (with_number, placing):
+        fn = scanned(step)
+        assert_near(jax.jit(jax.grad(AMP(fn), ALL))(*ARGS), in_float64(jax.grad(scanned(gated), ALL), *ARGS), 2e-2)
+    jitted = (eqn for eqn in equations(jax.make_jaxpr(AMP(fn))(*ARGS)) if eqn.primitive.name == "jit")
+    assert (placed,) in [eqn.params["out_shardings"] for eqn in jitted]
+
+
+def test_a_loop_that_is_linear_in_a_state_can_be_transposed():
+    by_values = lambda fn: lambda v: fn(W, KS, v, QS, GATES)
+    by_start = lambda fn: lambda start: fn(W, jnp.zeros_like(KS), VS, QS, GATES, start)
+    loop = lambda w, *xs: lax.scan(functools.partial(gated, w), xs[-1], xs[:-1])[1]
+    from_zero = lambda *args: loop(*args, jnp.zeros((BATCH, K, V)))
+    for fun, shape in ((by_values(AMP(from_zero)), VS.shape), (by_start(AMP(loop)), (BATCH, K, V))):
+        x, ct = normal(6, *shape), normal(7, STEPS, BATCH, V)
+        (found,) = jax.linear_transpose(fun, x)(ct)
+        assert error(jnp.vdot(found, x), jnp.vdot(ct, fun(x))) < 2e-2
 
 
 @pytest.mark.parametrize("options", [{"keep": "all"}, {"compute_dtype": jnp.float16}, {"amp_policy": {}}])

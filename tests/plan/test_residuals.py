@@ -61,8 +61,9 @@ def test_a_scan_keeps_results_of_matmuls_and_its_carry(low):
 def test_an_activation_in_a_scan_is_computed_again(act):
     mlp = lambda x, p: (x + act(x @ p["up"]) @ p["down"], None)
     found = kept(jaxamp.amp(lambda w, x: loss(w, x, mlp), compute_dtype=jnp.bfloat16), WEIGHTS, X)
-    assert [x.shape for x in found if x.dtype == jnp.float32] == [(LAYERS, TOKENS, WIDTH)]  # the carry
-    assert [x.shape for x in found if x.dtype == jnp.bfloat16] == [(LAYERS, TOKENS, 4 * WIDTH)]
+    assert not [x.shape for x in found if x.dtype == jnp.float32]
+    low = sorted(x.shape for x in found if x.dtype == jnp.bfloat16)
+    assert low == [(LAYERS, TOKENS, WIDTH), (LAYERS, TOKENS, 4 * WIDTH)]  # the carry, and the first matmul's result
 
 
 def test_no_matmul_is_computed_again():

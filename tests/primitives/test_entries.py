@@ -150,6 +150,16 @@ def of_columns(w, x):
     return jnp.sum(jnp.sin(x @ w)[LABELS % 6, jnp.arange(6)])
 
 
+def of_one_row(w, x):
+    """One index, repeated."""
+    return jnp.sum(jnp.sin(x @ w)[jnp.arange(1), LABELS])
+
+
+def of_one_row_repeated(w, x):
+    rows = lax.broadcast_in_dim(lax.iota(jnp.int32, 1), (6,), (0,))
+    return jnp.sum(jnp.sin(x @ w)[rows, LABELS])
+
+
 def of_negative_rows(w, x):
     return jnp.sum(jnp.sin(x @ w)[jnp.arange(6) - 6, LABELS])
 
@@ -164,9 +174,20 @@ OTHERS = [
     of_other_rows,
     of_rows_in_another_order,
     of_columns,
+    of_one_row,
+    of_one_row_repeated,
     of_negative_rows,
     of_rows_modulo,
 ]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint4", "uint8"])
+def test_counts_of_few_bits(dtype):
+    def loss(w, x):
+        numbers = jnp.arange(6).astype(dtype).astype(x.dtype)
+        return -(jax.nn.log_softmax(x @ w)[jnp.arange(6), LABELS] * numbers).mean()
+
+    assert_near(jax.jit(jax.grad(AMP(loss)))(W, TOKENS), in_float64(jax.grad(loss), W, TOKENS), 2e-2)
 
 
 @pytest.mark.parametrize("loss", OTHERS)
