@@ -254,6 +254,18 @@ def equation_at(like: Any, primitive: Primitive, ins: Sequence[Any], out: Var, *
     return like.replace(primitive=primitive, invars=list(ins), outvars=[out], params=params, effects=frozenset())
 
 
+def inlined(jaxpr: Jaxpr, ins: Sequence[Any], outs: Sequence[Var]) -> list[Any]:
+    """The equations of a jaxpr that read `ins` and make `outs`. What is made in between has variables of its own."""
+    body = open_jaxpr(jaxpr)
+    names: dict[Any, Any] = dict(zip((*body.invars, *body.outvars), (*ins, *outs), strict=True))
+    eqns: list[Any] = []
+    for eqn in body.eqns:
+        names.update((v, Var(v.aval)) for v in eqn.outvars if v not in names)
+        read = [v if isinstance(v, Literal) else names[v] for v in eqn.invars]
+        eqns.append(eqn.replace(invars=read, outvars=[names[v] for v in eqn.outvars]))
+    return eqns
+
+
 class Memo:
     """A cache of results by the identity of an object and a key.
 

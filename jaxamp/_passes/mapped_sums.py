@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, trace_context, with_equations
-from .._jaxpr import Memo
+from .._jaxpr import Memo, inlined
 from .._plan.higher_order import with_rewritten_bodies
 
 _REMEMBERED = 1024  # programs of sums
@@ -135,15 +135,8 @@ def _equations(eqn: Any, found: _Sum) -> list[Any]:
     """Equations in place of one that sum once."""
     aval: Any = found.of.aval
     program = _program(aval.shape, found.axes, eqn.outvars[0].aval.shape, found.divisor, trace_context())
-    body = open_jaxpr(program)
-    names = {body.invars[0]: found.of, body.outvars[0]: eqn.outvars[0]}
-    eqns = list[Any]()
-    for inner in body.eqns:
-        names.update((v, Var(v.aval)) for v in inner.outvars if v not in names)
-        ins = [v if isinstance(v, Literal) else names[v] for v in inner.invars]
-        outs = [names[v] for v in inner.outvars]
-        eqns.append(inner.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
-    return eqns
+    own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+    return [inner.replace(**own) for inner in inlined(program, [found.of], eqn.outvars)]
 
 
 @functools.lru_cache(_REMEMBERED)

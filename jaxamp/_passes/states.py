@@ -24,7 +24,7 @@ from jax import lax
 
 from .._compat import Jaxpr, Literal, Var, open_jaxpr, scan_counts, with_equations
 from .._formats import float_dtype
-from .._jaxpr import Memo, cast_equation, equation_at, in_dtype
+from .._jaxpr import Memo, cast_equation, equation_at, in_dtype, inlined
 from .._plan.bodies import with_replaced_bodies
 from .._plan.checkpoints import is_ours
 from .._plan.higher_order import describe, with_rewritten_bodies
@@ -52,6 +52,30 @@ class _Reads(NamedTuple):
     scaled: dict[int, int]  # products, and which factor the state is
     rounded: frozenset[int]  # matmuls that round it, and casts
     moved: frozenset[int]  # what moves its entries
+
+
+class _Rounded:
+    """Values with the error of a rounding: low ones, and what products, sums and moves make of them. And numbers."""
+
+    def __init__(self, eqns: Sequence[Any], low: Any):
+        self._low, self._made, self._numbers = low, set[Var](), set[Var]()
+        for eqn in eqns:
+            traits, atoms = traits_of(eqn.primitive), eqn.invars
+            is_sum = traits.sum or traits.moves or traits.passes_on or eqn.primitive in (lax.neg_p, lax.select_n_p)
+            has_low = any(map(self._has_error, atoms))
+            if is_mixed(eqn.primitive) or (has_low and (traits.product or (is_sum and all(v in self for v in atoms)))):
+                self._made.update(eqn.outvars)
+            elif is_sum and all(map(self._is_number, atoms)):
+                self._numbers.update(eqn.outvars)
+
+    def _has_error(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and (float_dtype(atom.aval) == self._low or atom in self._made)
+
+    def _is_number(self, atom: Any) -> bool:
+        return isinstance(atom, Literal) or atom in self._numbers
+
+    def __contains__(self, atom: Any) -> bool:
+        return self._is_number(atom) or float_dtype(atom.aval) is None or self._has_error(atom)
 
 
 class _Loops:
@@ -118,16 +142,17 @@ class _Loops:
 
     def _keeping(self, like: Any, body: Any, states: Sequence[Var]) -> tuple[list[Any], dict[Var, Var]]:
         """A round that keeps copies of those of its operands for which copies are enough, and these copies."""
-        eqns = list(itertools.chain.from_iterable(map(_inlined, body.eqns)))
-        found = {state: reads for state in states if (reads := self._reads(eqns, state)) is not None}
+        eqns = list(itertools.chain.from_iterable(map(_with_inlined, body.eqns)))
+        known = _Rounded(eqns, self._low)
+        found = {state: reads for state in states if (reads := self._reads(eqns, known, state)) is not None}
         times = collections.Counter(i for reads in found.values() for i in reads.scaled)  # twice: one state by another
         found = {state: reads for state, reads in found.items() if all(times[i] == 1 for i in reads.scaled)}
         return self._reading_copies(like, eqns, found)
 
-    def _reads(self, eqns: Sequence[Any], state: Var) -> _Reads | None:
+    def _reads(self, eqns: Sequence[Any], known: _Rounded, state: Var) -> _Reads | None:
         """What reads a state; None if a copy is not enough, because something needs its float32 value to be derived."""
         same, linear = {state}, set[Var]()  # what holds its entries; what is made of these by sums and products
-        is_rounded, is_added_to = _IsRounded(eqns, self._low), False  # by something exact
+        is_added_to = False  # by something exact
         scaled, rounded, moved = dict[int, int](), set[int](), set[int]()
         for i, eqn in enumerate(eqns):
             places = [k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and (v in same or v in linear)]
@@ -141,7 +166,7 @@ class _Loops:
                 rounded.add(i)
             elif _is_linear(eqn, places):
                 others = (v for k, v in enumerate(eqn.invars) if k not in places)
-                is_added_to = is_added_to or not all(map(is_rounded, others))
+                is_added_to = is_added_to or not all(v in known for v in others)
                 linear.update(eqn.outvars)
             elif is_same and _scales(eqn, places):
                 scaled[i] = places[0]
@@ -203,25 +228,6 @@ def _moves(eqn: Any) -> bool:
     return is_move and len(eqn.invars) == len(eqn.outvars) == 1
 
 
-class _IsRounded:
-    """Whether values have the error of a rounding: low ones, and what products, sums and moves make of them."""
-
-    def __init__(self, eqns: Sequence[Any], low: Any):
-        self._makers, self._low = {v: eqn for eqn in eqns for v in eqn.outvars}, low
-
-    def __call__(self, atom: Any) -> bool:
-        if isinstance(atom, Literal) or float_dtype(atom.aval) is None or atom.aval.dtype == self._low:
-            return True
-        eqn = self._makers.get(atom)
-        if eqn is None:
-            return False
-        traits = traits_of(eqn.primitive)
-        if traits.product:
-            return any(self(v) for v in eqn.invars if not isinstance(v, Literal))
-        moves = traits.sum or traits.moves or traits.passes_on or eqn.primitive in (lax.neg_p, lax.select_n_p)
-        return is_mixed(eqn.primitive) or (moves and all(map(self, eqn.invars)))
-
-
 def _is_linear(eqn: Any, places: Sequence[int]) -> bool:
     """Whether its derivative by these operands needs no value."""
     traits = traits_of(eqn.primitive)
@@ -240,26 +246,17 @@ def _scales(eqn: Any, places: Sequence[int]) -> bool:
     return is_product and size_of(eqn.invars[places[0]].aval) == size_of(eqn.outvars[0].aval)
 
 
-def _inlined(eqn: Any) -> list[Any]:
+def _with_inlined(eqn: Any) -> list[Any]:
     """The equations of a jitted function, with variables of their own; of another equation, itself.
 
     One that says more than its body, such as how arrays are split over devices, stays as it is.
     """
     if eqn.primitive.name != "jit" or not _is_plain_call(eqn):
         return [eqn]
-    body = open_jaxpr(eqn.params["jaxpr"])
-    names = dict(zip(body.invars, eqn.invars, strict=True)) | dict(zip(body.outvars, eqn.outvars, strict=True))
     scope, found = eqn.source_info.name_stack, list[Any]()
-    for inner in body.eqns:
-        names.update((v, Var(v.aval)) for v in inner.outvars if v not in names)
+    for inner in inlined(eqn.params["jaxpr"], eqn.invars, eqn.outvars):
         info = inner.source_info
-        found += _inlined(
-            inner.replace(
-                invars=[v if isinstance(v, Literal) else names[v] for v in inner.invars],
-                outvars=[names[v] for v in inner.outvars],
-                source_info=info.replace(name_stack=scope + info.name_stack),
-            )
-        )
+        found += _with_inlined(inner.replace(source_info=info.replace(name_stack=scope + info.name_stack)))
     return found
 
 

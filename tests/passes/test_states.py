@@ -213,6 +213,14 @@ def of_a_user(w, *xs):
     return jnp.mean(lax.scan(step, jnp.zeros((xs[0].shape[1], K, V), w.dtype), xs)[1] ** 2)
 
 
+def average_of_masked_data(w, state, x):
+    """Zeros and ones have no error, nor has what they multiply."""
+    _, v, q, gate = x
+    z = jax.nn.sigmoid((gate @ w)[..., None])
+    mask = (gate[..., None] > -9).astype(v.dtype)
+    return (1 - z) * state + z * (0.5 * mask * (16 + 0.1 * v[:, None])), jnp.einsum("bk,bkv->bv", q, state)
+
+
 OTHERS = {
     "bent": scanned(bent),
     "squared": scanned(squared),
@@ -220,6 +228,7 @@ OTHERS = {
     "only_added_to": scanned(only_added_to),
     "one_by_the_other": one_by_the_other,
     "average_of_data": scanned(average_of_data),
+    "average_of_masked_data": scanned(average_of_masked_data),
     "of_a_user": of_a_user,
 }
 
