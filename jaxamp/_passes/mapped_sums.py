@@ -134,7 +134,8 @@ _PARTS = lax.reduce_sum_p, lax.div_p, lax.broadcast_in_dim_p, lax.reshape_p, lax
 def _equations(eqn: Any, found: _Sum) -> list[Any]:
     """Equations in place of one that sum once."""
     aval: Any = found.of.aval
-    program = _program(aval.shape, found.axes, eqn.outvars[0].aval.shape, found.divisor, trace_context())
+    with eqn.ctx.manager:
+        program = _program(aval.shape, found.axes, eqn.outvars[0].aval.shape, found.divisor, trace_context())
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     return [inner.replace(**own) for inner in inlined(program, [found.of], eqn.outvars)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import AMP, assert_near, equations, in_float64, normal
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxamp._passes.mapped_sums import merge_sums
 
@@ -178,3 +178,19 @@ def test_sums_over_devices_are_left_alone():
     )
     jaxpr = jax.make_jaxpr(fn)(X)
     assert merge_sums(jaxpr) is jaxpr
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh(explicit):
+    axis = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("d",), axis_types=(axis,))
+    norm = mapped(batch_norm)
+    if explicit:
+        norm = jax.sharding.auto_axes(norm, out_sharding=PartitionSpec("d"))
+    loss = lambda norm, w, x: jnp.mean(jax.nn.relu(norm(x)).reshape(4, -1) @ w)
+    w = normal(4, X[0].size, 8)
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        found = jax.jit(jax.grad(AMP(functools.partial(loss, norm)), 1))(put(w), put(X, "d"))
+    expected = in_float64(jax.grad(functools.partial(loss, mapped(batch_norm)), 1), w, X)
+    assert np.linalg.norm(np.asarray(found) - expected) < 3e-2 * np.linalg.norm(expected)
