@@ -2,7 +2,8 @@
 
 The cotangent of a sum with something that is repeated, such as a bias, goes two ways: it is summed for the bias, and it
 is the cotangent of an operation that runs low. Both read one array, rounded once. And an operand that is repeated along
-an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32.
+an axis is repeated before it is rounded: its gradient, a sum along that axis, is then a sum of float32. To scores of
+attention, a sum of several repeated arrays may be added as well, `c[:, None] - c`, and masks may follow.
 
 The cotangents of convolutions are left alone: written for both, they would not have the layout that suits these. So
 are those that come from a relu, or an activation whose result is kept: XLA writes them, rounded, in the kernel that
