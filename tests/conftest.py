@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Tests that take long, and mostly say of more programs what others say of a few.
 _LONG = re.compile(
     r"test_(remembered|pool|step_length|in_format|fp8_composition|noise)\.py|test_send_low\.py::test_gradients"
+    r"|test_states\.py::test_derivatives"
 )
 
 
